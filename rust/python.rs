@@ -1,0 +1,355 @@
+//! The Python bindings: the only file that knows PyO3.
+//!
+//! Calls that may take long release the GIL. Plans cross as NumPy arrays; errors become
+//! exceptions that keep their text, which names the id and the bound.
+
+use std::sync::Arc;
+
+use numpy::{
+    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods,
+};
+use pyo3::create_exception;
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+
+use crate::block_pool::{self, BlockKey, PoolError};
+use crate::completion::{self, CompletionError, Progress};
+use crate::host_copy;
+use crate::request_table::{self, BlockPair, CopyPlan, State, TableError};
+use crate::transfer::{self, Direction, Region, Segment, TransferError};
+
+create_exception!(preempt_offload, OffloadError, PyException, "Base of this package's errors.");
+create_exception!(
+    preempt_offload,
+    CapacityError,
+    OffloadError,
+    "Too few host blocks; `needed`, `available` and `capacity` count blocks."
+);
+create_exception!(preempt_offload, BlockError, OffloadError, "A host block was misused.");
+create_exception!(preempt_offload, StateError, OffloadError, "A call out of turn.");
+create_exception!(preempt_offload, AddressError, OffloadError, "A block or address out of bounds.");
+
+fn capacity_error(text: String, needed: usize, available: usize, capacity: usize) -> PyErr {
+    Python::attach(|py| {
+        let error = CapacityError::new_err(text);
+        let value = error.value(py);
+        let set = value
+            .setattr("needed", needed)
+            .and_then(|()| value.setattr("available", available))
+            .and_then(|()| value.setattr("capacity", capacity));
+        set.err().unwrap_or(error)
+    })
+}
+
+impl From<PoolError> for PyErr {
+    fn from(error: PoolError) -> Self {
+        let text = error.to_string();
+        match error {
+            PoolError::Exhausted { needed, available, capacity } => {
+                capacity_error(text, needed, available, capacity)
+            }
+            PoolError::HashTooLong { .. } => PyValueError::new_err(text),
+            _ => BlockError::new_err(text),
+        }
+    }
+}
+
+impl From<TableError> for PyErr {
+    fn from(error: TableError) -> Self {
+        let text = error.to_string();
+        match error {
+            TableError::Capacity { needed, available, capacity } => {
+                capacity_error(text, needed, available, capacity)
+            }
+            TableError::Pool(error) => error.into(),
+            TableError::GroupCount { .. } => PyValueError::new_err(text),
+            _ => StateError::new_err(text),
+        }
+    }
+}
+
+impl From<CompletionError> for PyErr {
+    fn from(error: CompletionError) -> Self {
+        StateError::new_err(error.to_string())
+    }
+}
+
+impl From<TransferError> for PyErr {
+    fn from(error: TransferError) -> Self {
+        AddressError::new_err(error.to_string())
+    }
+}
+
+#[pyclass(frozen)]
+struct BlockPool(Arc<block_pool::BlockPool>);
+
+#[pymethods]
+impl BlockPool {
+    #[new]
+    #[pyo3(signature = (capacity, *, indexed = false))]
+    fn new(capacity: u32, indexed: bool) -> Self {
+        Self(Arc::new(block_pool::BlockPool::new(capacity, indexed)))
+    }
+
+    #[getter]
+    fn capacity(&self) -> usize {
+        self.0.capacity()
+    }
+
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.0.num_free()
+    }
+
+    #[getter]
+    fn num_evictable(&self) -> usize {
+        self.0.num_evictable()
+    }
+
+    fn ref_count(&self, block: u32) -> PyResult<u32> {
+        Ok(self.0.ref_count(block)?)
+    }
+
+    fn claim<'py>(&self, py: Python<'py>, n: usize) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        Ok(self.0.claim(n)?.into_pyarray(py))
+    }
+
+    fn retain(&self, blocks: Vec<u32>) -> PyResult<()> {
+        Ok(self.0.retain(&blocks)?)
+    }
+
+    fn release(&self, blocks: Vec<u32>) -> PyResult<()> {
+        Ok(self.0.release(&blocks)?)
+    }
+
+    fn index(&self, block: u32, block_hash: &[u8], group: u16) -> PyResult<bool> {
+        Ok(self.0.index(block, &BlockKey::new(block_hash, group)?)?)
+    }
+
+    fn lookup(&self, block_hash: &[u8], group: u16) -> PyResult<Option<u32>> {
+        Ok(self.0.lookup(&BlockKey::new(block_hash, group)?))
+    }
+}
+
+/// A plan: pairs as rows `(group, device block, host block)`, blocks mirrored, blocks shared.
+type PyPlan<'py> = (Bound<'py, PyArray2<u32>>, usize, usize);
+
+fn py_plan(py: Python<'_>, plan: CopyPlan) -> PyResult<PyPlan<'_>> {
+    let rows = plan.pairs.len();
+    let flat: Vec<u32> =
+        plan.pairs.iter().flat_map(|pair| [pair.group, pair.device, pair.host]).collect();
+    Ok((flat.into_pyarray(py).reshape([rows, 3])?, plan.mirrored, plan.shared))
+}
+
+#[pyclass(frozen)]
+struct RequestTable(request_table::RequestTable);
+
+#[pymethods]
+impl RequestTable {
+    #[new]
+    fn new(pool: &BlockPool, block_tokens: Vec<u64>) -> PyResult<Self> {
+        if block_tokens.is_empty() || block_tokens.contains(&0) {
+            let text =
+                format!("tokens per block must be positive, one per group: {block_tokens:?}");
+            return Err(PyValueError::new_err(text));
+        }
+        Ok(Self(request_table::RequestTable::new(pool.0.clone(), block_tokens)))
+    }
+
+    fn status(&self, request_id: &str) -> Option<(&'static str, u64)> {
+        self.0.status(request_id).map(|(state, num_tokens)| (state.name(), num_tokens))
+    }
+
+    fn counts(&self) -> std::collections::HashMap<&'static str, usize> {
+        let states = [State::Storing { event: 0 }, State::Ready, State::Loading, State::Mirrored];
+        states.map(State::name).into_iter().zip(self.0.counts()).collect()
+    }
+
+    #[pyo3(signature = (request_id, event, num_tokens, device_blocks, block_hashes = Vec::new()))]
+    fn begin_store<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        event: u64,
+        num_tokens: u64,
+        device_blocks: Vec<Vec<u32>>,
+        block_hashes: Vec<Vec<Vec<u8>>>,
+    ) -> PyResult<PyPlan<'py>> {
+        let keys = block_hashes
+            .iter()
+            .enumerate()
+            .map(|(group, hashes)| {
+                hashes.iter().map(|hash| BlockKey::new(hash, group as u16)).collect()
+            })
+            .collect::<Result<Vec<Vec<_>>, _>>()?;
+        py_plan(py, self.0.begin_store(request_id, event, num_tokens, &device_blocks, &keys)?)
+    }
+
+    fn complete_store(&self, request_id: &str, event: u64, ok: bool) -> PyResult<bool> {
+        Ok(self.0.complete_store(request_id, event, ok)?)
+    }
+
+    fn begin_load<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        from_tokens: u64,
+        num_tokens: u64,
+        device_blocks: Vec<Vec<u32>>,
+    ) -> PyResult<PyPlan<'py>> {
+        py_plan(py, self.0.begin_load(request_id, from_tokens, num_tokens, &device_blocks)?)
+    }
+
+    fn finish_load(&self, request_id: &str, ok: bool) -> PyResult<()> {
+        Ok(self.0.finish_load(request_id, ok)?)
+    }
+
+    fn settle(&self, request_id: &str) -> PyResult<()> {
+        Ok(self.0.settle(request_id)?)
+    }
+
+    fn release(&self, request_id: &str) -> PyResult<bool> {
+        Ok(self.0.release(request_id)?)
+    }
+
+    fn release_all(&self) -> PyResult<()> {
+        Ok(self.0.release_all()?)
+    }
+}
+
+#[pyclass(frozen)]
+struct CompletionTracker(completion::CompletionTracker);
+
+#[pymethods]
+impl CompletionTracker {
+    #[new]
+    fn new(world_size: usize) -> PyResult<Self> {
+        if world_size == 0 {
+            return Err(PyValueError::new_err("world_size must be positive, not 0"));
+        }
+        Ok(Self(completion::CompletionTracker::new(world_size)))
+    }
+
+    #[getter]
+    fn num_open(&self) -> usize {
+        self.0.num_open()
+    }
+
+    fn open(&self, event: u64) -> PyResult<()> {
+        Ok(self.0.open(event)?)
+    }
+
+    fn report(&self, event: u64, rank: usize, ok: bool) -> PyResult<Option<bool>> {
+        Ok(match self.0.report(event, rank, ok)? {
+            Progress::Pending => None,
+            Progress::Done => Some(true),
+            Progress::Failed => Some(false),
+        })
+    }
+}
+
+fn direction(name: &str) -> PyResult<Direction> {
+    match name {
+        "d2h" => Ok(Direction::DeviceToHost),
+        "h2d" => Ok(Direction::HostToDevice),
+        _ => Err(PyValueError::new_err(format!("direction {name:?} is neither 'd2h' nor 'h2d'"))),
+    }
+}
+
+fn block_pairs(pairs: &PyReadonlyArray2<'_, u32>) -> PyResult<Vec<BlockPair>> {
+    if pairs.shape()[1] != 3 {
+        let text = format!("pairs must have shape (n, 3), not {:?}", pairs.shape());
+        return Err(PyValueError::new_err(text));
+    }
+    let rows = pairs.as_array();
+    Ok(rows
+        .rows()
+        .into_iter()
+        .map(|r| BlockPair { group: r[0], device: r[1], host: r[2] })
+        .collect())
+}
+
+fn regions(regions: Vec<(u64, u64)>) -> Vec<Region> {
+    regions.into_iter().map(|(start, len)| Region { start, len }).collect()
+}
+
+/// Source addresses, destination addresses and sizes in bytes.
+type PyDescriptors<'py> =
+    (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
+
+#[pyclass(frozen)]
+struct BlockLayout(transfer::BlockLayout);
+
+#[pymethods]
+impl BlockLayout {
+    #[new]
+    fn new(
+        num_device_blocks: u32,
+        num_host_blocks: u32,
+        segments: Vec<(u32, u64, u64, u64, u64)>,
+        device_regions: Vec<(u64, u64)>,
+        host_regions: Vec<(u64, u64)>,
+    ) -> PyResult<Self> {
+        let segments: Vec<_> = segments
+            .into_iter()
+            .map(|(group, device, stride, bytes, host)| Segment {
+                group,
+                device,
+                stride,
+                bytes,
+                host,
+            })
+            .collect();
+        let layout = transfer::BlockLayout::new(
+            num_device_blocks,
+            num_host_blocks,
+            &segments,
+            &regions(device_regions),
+            &regions(host_regions),
+        )?;
+        Ok(Self(layout))
+    }
+
+    fn block_bytes(&self, group: u32) -> u64 {
+        self.0.block_bytes(group)
+    }
+
+    fn descriptors<'py>(
+        &self,
+        py: Python<'py>,
+        direction: &str,
+        pairs: PyReadonlyArray2<'py, u32>,
+    ) -> PyResult<PyDescriptors<'py>> {
+        let pairs = block_pairs(&pairs)?;
+        let (src, dst, size) =
+            self.0.descriptors(self::direction(direction)?, &pairs)?.into_arrays();
+        Ok((src.into_pyarray(py), dst.into_pyarray(py), size.into_pyarray(py)))
+    }
+
+    /// Copies with the processor; returns bytes.
+    fn copy(
+        &self,
+        py: Python<'_>,
+        direction: &str,
+        pairs: PyReadonlyArray2<'_, u32>,
+        threads: usize,
+    ) -> PyResult<u64> {
+        let pairs = block_pairs(&pairs)?;
+        let descriptors = self.0.descriptors(self::direction(direction)?, &pairs)?;
+        // SAFETY: descriptors lie in the regions given to `new`, and no two have a
+        // destination in common. That these regions are live host memory which nobody
+        // else uses during the copy is what the stub's documentation asks of the
+        // caller; devices.py, the only one, keeps the tensors behind them alive.
+        py.detach(|| unsafe { host_copy::copy(&descriptors, threads) });
+        Ok(descriptors.total_bytes())
+    }
+}
+
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use super::{
+        AddressError, BlockError, BlockLayout, BlockPool, CapacityError, CompletionTracker,
+        OffloadError, RequestTable, StateError,
+    };
+}
