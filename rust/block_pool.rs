@@ -11,15 +11,18 @@
 //!
 //! *Owned blocks* have a reference count in their state word. Whoever takes the count
 //! from one to zero marks the block `ENDING` and alone decides what becomes of it. A
-//! release of many blocks takes all its references first and ends blocks only when
-//! none of them failed, so a wrong id leaves everything as it was.
+//! release of many blocks checks all of them before it changes any, so a wrong id
+//! leaves everything as it was.
 //!
 //! *Indexed blocks* (optional) can be found by `(block hash, KV cache group)`. The
 //! index is a set-associative table of `(tag, block)` words with the whole key kept
 //! beside the block: a finder takes a reference first and compares the key afterwards,
-//! when the block can no longer be evicted. An indexed block whose count drops to zero
-//! is not free but *evictable*: it keeps its content until a claim finds too few free
-//! blocks, and the one unused for longest goes first.
+//! when the block can no longer be evicted. A block is indexed at most once between
+//! two claims of it, so a key that a finder reads never changes under its eyes. An
+//! indexed block whose count drops to zero is not free but *evictable*: it keeps its
+//! content until a claim finds too few free blocks, and the one unused for longest
+//! goes first. Keys belong to a *generation*; clearing the index begins a new one, in
+//! which no older key is found.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -180,7 +183,8 @@ impl BlockPool {
 
     /// Takes `n` blocks, each with one reference, evicting unused ones if it must.
     ///
-    /// The ids come in runs of neighbours where the pool has them.
+    /// The ids come in runs of neighbours where the pool has them. A block that another
+    /// thread is moving at this moment (releasing, evicting, looking up) may count as taken.
     ///
     /// # Errors
     /// [`PoolError::Exhausted`]; then no block was taken.
@@ -197,19 +201,17 @@ impl BlockPool {
                     Ok(_) => return Ok(self.collect(n)),
                     Err(now) => free = now,
                 }
-            } else if free + self.num_evictable() < n || self.evict(n - free) == 0 {
-                let seen = free;
-                free = self.free.load(Ordering::Acquire);
-                if free <= seen {
-                    return Err(PoolError::Exhausted {
-                        needed: n,
-                        available: free + self.num_evictable(),
-                        capacity: self.capacity,
-                    });
-                }
-            } else {
-                free = self.free.load(Ordering::Acquire);
+                continue;
             }
+            let most = free + self.num_evictable();
+            let evicted = if most < n { 0 } else { self.evict(n - free) };
+            let now = self.free.load(Ordering::Acquire);
+            if evicted == 0 && now <= free {
+                // Enough were evictable, but others were faster: what is free is left.
+                let available = if most < n { most } else { now };
+                return Err(PoolError::Exhausted { needed: n, available, capacity: self.capacity });
+            }
+            free = now;
         }
     }
 
@@ -258,7 +260,7 @@ impl BlockPool {
                     .map_err(|_| PoolError::Free { id, capacity: self.capacity })
             });
             if let Err(error) = added {
-                self.release(&ids[..done]).expect("references taken above");
+                self.release(&ids[..done])?;
                 return Err(error);
             }
         }
@@ -271,60 +273,46 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`PoolError::Foreign`], [`PoolError::Free`], [`PoolError::OverRelease`]; then no
-    /// reference was given back.
+    /// reference was given back. (If two threads give back the same reference at once,
+    /// the slower one has an error too, and its other references are given back.)
     pub fn release(&self, ids: &[BlockId]) -> Result<(), PoolError> {
+        let mut sorted = ids.to_vec();
+        sorted.sort_unstable();
+        for same in sorted.chunk_by(|a, b| a == b) {
+            let state = self.state(same[0])?.load(Ordering::Acquire);
+            self.check_refs(same[0], state, same.len())?;
+        }
+        let mut result = Ok(());
         for &id in ids {
-            self.owned(id, self.state(id)?.load(Ordering::Acquire))?;
+            result = result.and(self.release_one(id));
         }
-        let mut ended = Vec::new();
-        for (done, &id) in ids.iter().enumerate() {
-            match self.drop_reference(id) {
-                Ok(true) => ended.push(id),
-                Ok(false) => {}
-                // More often in this list than the block has references.
-                Err(error) => {
-                    self.undo_release(&ids[..done], &ended);
-                    return Err(error);
+        result
+    }
+
+    /// Takes one reference away from a block of this pool, and ends it with the last.
+    fn release_one(&self, id: BlockId) -> Result<(), PoolError> {
+        let dropped =
+            self.states[id as usize - 1].fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| {
+                match s & REFS {
+                    0 => None,
+                    1 => Some((s - 1) | ENDING),
+                    _ => Some(s - 1),
                 }
-            }
-        }
-        for id in ended {
-            self.end(id);
+            });
+        match dropped {
+            Ok(before) if before & REFS == 1 => self.end(id),
+            Ok(_) => {}
+            Err(state) => return self.check_refs(id, state, 1),
         }
         Ok(())
     }
 
-    /// Takes one reference away. If it was the last, marks the block `ENDING` and
-    /// returns `true`: the block is then the caller's to end.
-    fn drop_reference(&self, id: BlockId) -> Result<bool, PoolError> {
-        self.states[id as usize - 1]
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| match s & REFS {
-                0 => None,
-                1 => Some((s - 1) | ENDING),
-                _ => Some(s - 1),
-            })
-            .map(|before| before & REFS == 1)
-            .or_else(|s| self.owned(id, s).map(|()| false))
-    }
-
-    /// Gives references back that `release` has taken, the last taken first.
-    fn undo_release(&self, released: &[BlockId], ended: &[BlockId]) {
-        for &id in released.iter().rev() {
-            let ours = ended.contains(&id);
-            // A block that another thread has ended meanwhile can't be had back.
-            let _ = self.states[id as usize - 1].fetch_update(
-                Ordering::AcqRel,
-                Ordering::Acquire,
-                |s| (s & REFS > 0 || ours && s & ENDING != 0).then_some((s & !ENDING) + 1),
-            );
-        }
-    }
-
-    fn owned(&self, id: BlockId, state: u32) -> Result<(), PoolError> {
+    /// Whether a block with this state word has `needed` references, one or more.
+    fn check_refs(&self, id: BlockId, state: u32, needed: usize) -> Result<(), PoolError> {
         let capacity = self.capacity;
         match state {
             0 => Err(PoolError::Free { id, capacity }),
-            s if s & REFS == 0 => Err(PoolError::OverRelease { id, capacity }),
+            s if ((s & REFS) as usize) < needed => Err(PoolError::OverRelease { id, capacity }),
             _ => Ok(()),
         }
     }
@@ -334,10 +322,15 @@ impl BlockPool {
         let state = &self.states[id as usize - 1];
         match &self.index {
             Some(index) if state.load(Ordering::Acquire) & INDEXED != 0 => {
-                index.touch(id);
-                // The count first: an evictor may lower it as soon as the state is seen.
-                index.evictable.fetch_add(1, Ordering::AcqRel);
-                state.store(INDEXED, Ordering::Release);
+                if index.is_current(id) {
+                    index.touch(id);
+                    // The count first: an evictor may lower it as soon as the state is seen.
+                    index.evictable.fetch_add(1, Ordering::AcqRel);
+                    state.store(INDEXED, Ordering::Release);
+                } else {
+                    index.remove(id);
+                    self.free_block(id);
+                }
             }
             _ => self.free_block(id),
         }
@@ -354,12 +347,26 @@ impl BlockPool {
     /// Lets `id`, which the caller references, be found by `key`.
     ///
     /// The content must be complete: whoever finds the block reads it. Returns `false`
-    /// if the pool has no index, the block or the key is in it already, or the key's
-    /// set is full (the index is a cache: it may forget, it never lies).
+    /// if the pool has no index, the block was indexed since it was claimed, the key is in
+    /// the index already, or the key's set is full (it may forget, it never lies).
     ///
     /// # Errors
     /// [`PoolError::Foreign`], [`PoolError::Free`].
     pub fn index(&self, id: BlockId, key: &BlockKey) -> Result<bool, PoolError> {
+        self.index_since(self.generation(), id, key)
+    }
+
+    /// Like [`BlockPool::index`], for content that is as old as `generation`: it can't
+    /// be found if the index was cleared since then, not even if it is being cleared now.
+    ///
+    /// # Errors
+    /// Those of [`BlockPool::index`].
+    pub fn index_since(
+        &self,
+        generation: u64,
+        id: BlockId,
+        key: &BlockKey,
+    ) -> Result<bool, PoolError> {
         let state = self.state(id)?;
         let Some(index) = &self.index else { return Ok(false) };
         // One reference of our own: the block cannot end under our hands.
@@ -373,12 +380,10 @@ impl BlockPool {
             Err(_) => return Ok(false),
             Ok(_) => {}
         }
-        let inserted = index.insert(id, key);
-        let done = if inserted { INDEXED } else { 0 };
-        state
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| Some((s & !INDEXING) | done))
-            .expect("the update always applies");
-        self.release(&[id])?;
+        let inserted = index.insert(generation, id, key);
+        let done = if inserted { INDEXING | INDEXED } else { INDEXING };
+        state.fetch_xor(done, Ordering::AcqRel);
+        self.release_one(id)?;
         Ok(inserted)
     }
 
@@ -396,9 +401,10 @@ impl BlockPool {
                 index.evictable.fetch_sub(1, Ordering::AcqRel);
             }
             // Referenced, so neither evicted nor given another key from here on.
-            let found = index.key(id) == *key;
+            let found = index.holds(id, key);
             if !found {
-                self.release(&[id]).expect("reference taken above");
+                // Fails only if another thread gave back more references than it had.
+                let _ = self.release_one(id);
             }
             found
         })
@@ -415,37 +421,31 @@ impl BlockPool {
             oldest.select_nth_unstable(n);
             oldest.truncate(n);
         }
-        let evicted = oldest.iter().filter(|&&(_, id)| {
+        let mut evicted = 0;
+        for (_, id) in oldest {
             let state = &self.states[id as usize - 1];
-            let won = state
-                .compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire)
-                .is_ok();
-            if won {
+            let won = state.compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire);
+            if won.is_ok() {
                 index.evictable.fetch_sub(1, Ordering::AcqRel);
                 index.remove(id);
                 self.free_block(id);
-            }
-            won
-        });
-        evicted.count()
-    }
-
-    /// Forgets every key: evictable blocks become free, owned ones can't be found any more.
-    pub fn clear_index(&self) {
-        self.evict(self.capacity);
-        let Some(index) = &self.index else { return };
-        for id in 1..=self.capacity as BlockId {
-            let state = &self.states[id as usize - 1];
-            let taken = state.fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| {
-                (s & INDEXED != 0 && s & REFS > 0 && s & INDEXING == 0)
-                    .then_some(((s & !INDEXED) | INDEXING) + 1)
-            });
-            if taken.is_ok() {
-                index.remove(id);
-                state.fetch_and(!INDEXING, Ordering::AcqRel);
-                self.release(&[id]).expect("reference taken above");
+                evicted += 1;
             }
         }
+        evicted
+    }
+
+    /// Forgets every key: evictable blocks become free, and owned ones can't be found any
+    /// more and become free when they are released.
+    pub fn clear_index(&self) {
+        let Some(index) = &self.index else { return };
+        index.generation.fetch_add(1, Ordering::AcqRel);
+        self.evict(self.capacity);
+    }
+
+    /// How often the index was cleared.
+    pub fn generation(&self) -> u64 {
+        self.index.as_ref().map_or(0, |index| index.generation.load(Ordering::Acquire))
     }
 
     fn state(&self, id: BlockId) -> Result<&AtomicU32, PoolError> {
@@ -475,10 +475,13 @@ struct PrefixIndex {
     entries: Box<[IndexEntry]>,
     evictable: AtomicUsize,
     clock: AtomicU64,
+    generation: AtomicU64,
 }
 
 struct IndexEntry {
     key: [AtomicU64; KEY_WORDS],
+    /// The generation that the key belongs to.
+    generation: AtomicU64,
     /// The block's place in `slots`.
     slot: AtomicUsize,
     /// When the block was last unreferenced, by the index's clock.
@@ -487,13 +490,14 @@ struct IndexEntry {
 
 /// Slots that a key may be in. With four slots per block on average, a full set is a
 /// matter of one key in a million.
-const WAYS: usize = 16;
+const WAYS: usize = if cfg!(loom) { 2 } else { 16 };
 
 impl PrefixIndex {
     fn new(capacity: usize) -> Self {
         let num_slots = (capacity * 4).next_power_of_two().max(WAYS);
         let entry = || IndexEntry {
             key: std::array::from_fn(|_| AtomicU64::new(0)),
+            generation: AtomicU64::new(0),
             slot: AtomicUsize::new(0),
             stamp: AtomicU64::new(0),
         };
@@ -502,6 +506,7 @@ impl PrefixIndex {
             entries: (0..capacity).map(|_| entry()).collect(),
             evictable: AtomicUsize::new(0),
             clock: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
         }
     }
 
@@ -523,11 +528,13 @@ impl PrefixIndex {
     }
 
     /// Puts the key of a block, which the caller alone may index, into the table.
-    fn insert(&self, id: BlockId, key: &BlockKey) -> bool {
-        if self.candidates(key).any(|other| self.key(other) == *key) {
+    fn insert(&self, generation: u64, id: BlockId, key: &BlockKey) -> bool {
+        let outdated = generation != self.generation.load(Ordering::Acquire);
+        if outdated || self.candidates(key).any(|other| self.holds(other, key)) {
             return false;
         }
         let entry = &self.entries[id as usize - 1];
+        entry.generation.store(generation, Ordering::Relaxed);
         for (word, value) in entry.key.iter().zip(key.0) {
             word.store(value, Ordering::Relaxed);
         }
@@ -548,9 +555,17 @@ impl PrefixIndex {
         self.slots[place].store(0, Ordering::Release);
     }
 
-    fn key(&self, id: BlockId) -> BlockKey {
-        let words = &self.entries[id as usize - 1].key;
-        BlockKey(std::array::from_fn(|i| words[i].load(Ordering::Relaxed)))
+    /// Whether `key` is the block's key and can still be found.
+    fn holds(&self, id: BlockId, key: &BlockKey) -> bool {
+        let words = self.entries[id as usize - 1].key.iter();
+        self.is_current(id)
+            && words.zip(key.0).all(|(word, value)| word.load(Ordering::Relaxed) == value)
+    }
+
+    /// Whether the block's key is of this generation.
+    fn is_current(&self, id: BlockId) -> bool {
+        let generation = self.entries[id as usize - 1].generation.load(Ordering::Relaxed);
+        generation == self.generation.load(Ordering::Acquire)
     }
 
     fn touch(&self, id: BlockId) {
@@ -560,5 +575,358 @@ impl PrefixIndex {
 
     fn stamp(&self, id: BlockId) -> u64 {
         self.entries[id as usize - 1].stamp.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn key(n: u32) -> BlockKey {
+        BlockKey::new(&n.to_le_bytes(), 0).unwrap()
+    }
+
+    /// A pool with an index whose blocks are all evictable under the key of their id,
+    /// released in the order of `ids`.
+    fn evictable(ids: &[BlockId]) -> BlockPool {
+        let pool = BlockPool::new(ids.len() as u32, true);
+        for id in pool.claim(ids.len()).unwrap() {
+            assert_eq!(pool.index(id, &key(id)), Ok(true));
+        }
+        for &id in ids {
+            pool.release(&[id]).unwrap();
+        }
+        pool
+    }
+
+    /// Everything that an error must leave as it was.
+    fn snapshot(pool: &BlockPool) -> (usize, usize, Vec<u32>) {
+        let refs = (1..=pool.capacity() as BlockId).map(|id| pool.ref_count(id).unwrap());
+        (pool.num_free(), pool.num_evictable(), refs.collect())
+    }
+
+    #[test]
+    fn every_block_of_a_new_pool_is_free_and_has_its_own_id() {
+        for capacity in [0, 1, 63, 64, 65, 128, 130] {
+            let pool = BlockPool::new(capacity, true);
+            assert_eq!(snapshot(&pool), (capacity as usize, 0, vec![0; capacity as usize]));
+            assert_eq!(pool.num_available(), pool.capacity());
+            let ids = pool.claim(capacity as usize).unwrap();
+            assert_eq!(ids, (1..=capacity).collect::<Vec<_>>());
+            assert_eq!(snapshot(&pool), (0, 0, vec![1; capacity as usize]));
+        }
+    }
+
+    #[test]
+    fn claims_are_all_or_nothing() {
+        let pool = BlockPool::new(10, false);
+        let ids = pool.claim(7).unwrap();
+        let before = snapshot(&pool);
+        let error = pool.claim(4).unwrap_err();
+        assert_eq!(error, PoolError::Exhausted { needed: 4, available: 3, capacity: 10 });
+        assert_eq!(error.to_string(), "4 blocks needed, 3 of 10 available");
+        assert_eq!(snapshot(&pool), before);
+        assert_eq!(pool.claim(0), Ok(vec![]));
+        assert_eq!(pool.claim(3), Ok(vec![8, 9, 10]));
+        assert!(pool.claim(usize::MAX).is_err());
+        pool.release(&ids).unwrap();
+        assert_eq!(pool.num_free(), 7);
+    }
+
+    #[test]
+    fn a_claim_gets_runs_of_neighbours_around_what_is_taken() {
+        let pool = BlockPool::new(200, false);
+        assert_eq!(pool.claim(100), Ok((1..=100).collect()));
+        assert_eq!(pool.claim(100), Ok((101..=200).collect()));
+        pool.release(&(150..=160).rev().collect::<Vec<_>>()).unwrap();
+        pool.release(&[7, 8, 9]).unwrap();
+        assert_eq!(pool.claim(14), Ok((7..=9).chain(150..=160).collect()));
+    }
+
+    #[test]
+    fn the_next_claim_goes_on_where_the_last_one_ended() {
+        let pool = BlockPool::new(192, false);
+        assert_eq!(pool.claim(70), Ok((1..=70).collect()));
+        pool.release(&(1..=10).collect::<Vec<_>>()).unwrap();
+        assert_eq!(pool.claim(10), Ok((71..=80).collect()));
+        assert_eq!(pool.claim(122), Ok((81..=192).chain(1..=10).collect()));
+    }
+
+    #[test]
+    fn a_block_is_free_when_its_last_reference_is_given_back() {
+        let pool = BlockPool::new(4, false);
+        let ids = pool.claim(2).unwrap();
+        pool.retain(&ids).unwrap();
+        pool.retain(&ids[..1]).unwrap();
+        assert_eq!(snapshot(&pool), (2, 0, vec![3, 2, 0, 0]));
+        pool.release(&[1, 2, 1]).unwrap();
+        assert_eq!(snapshot(&pool), (2, 0, vec![1, 1, 0, 0]));
+        pool.release(&[2]).unwrap();
+        assert_eq!(snapshot(&pool), (3, 0, vec![1, 0, 0, 0]));
+        pool.release(&[1]).unwrap();
+        assert_eq!(snapshot(&pool), (4, 0, vec![0; 4]));
+    }
+
+    #[test]
+    fn wrong_releases_are_errors_and_change_nothing() {
+        let pool = BlockPool::new(5, true);
+        pool.claim(4).unwrap();
+        pool.retain(&[2]).unwrap();
+        pool.index(3, &key(3)).unwrap();
+        pool.release(&[3]).unwrap();
+        // Now 1 has one reference, 2 has two, 3 is evictable, 4 has one, 5 is free.
+        let before = snapshot(&pool);
+        assert_eq!(before, (1, 1, vec![1, 2, 0, 1, 0]));
+        let foreign = |id| PoolError::Foreign { id, capacity: 5 };
+        let over = |id| PoolError::OverRelease { id, capacity: 5 };
+        let wrong = [
+            (vec![0], foreign(0)),
+            (vec![1, 2, 0], foreign(0)),
+            (vec![1, 6, 2], foreign(6)),
+            (vec![u32::MAX], foreign(u32::MAX)),
+            (vec![1, 5], PoolError::Free { id: 5, capacity: 5 }),
+            (vec![1, 3], over(3)),
+            (vec![1, 1], over(1)),
+            (vec![2, 1, 2, 4, 2], over(2)),
+        ];
+        for (ids, error) in wrong {
+            assert_eq!(pool.release(&ids), Err(error), "{ids:?}");
+            assert_eq!(snapshot(&pool), before, "{ids:?}");
+        }
+        pool.release(&[4, 2, 1, 2]).unwrap();
+        assert_eq!(snapshot(&pool), (4, 1, vec![0; 5]));
+        assert_eq!(pool.release(&[1]), Err(PoolError::Free { id: 1, capacity: 5 }));
+    }
+
+    #[test]
+    fn wrong_retains_are_errors_and_change_nothing() {
+        let pool = BlockPool::new(3, true);
+        pool.claim(2).unwrap();
+        pool.index(2, &key(2)).unwrap();
+        pool.release(&[2]).unwrap();
+        let before = snapshot(&pool);
+        for (id, error) in [
+            (0, PoolError::Foreign { id: 0, capacity: 3 }),
+            (4, PoolError::Foreign { id: 4, capacity: 3 }),
+            (3, PoolError::Free { id: 3, capacity: 3 }),
+            (2, PoolError::Free { id: 2, capacity: 3 }),
+        ] {
+            assert_eq!(pool.retain(&[1, 1, id, 1]), Err(error));
+            assert_eq!(snapshot(&pool), before);
+        }
+    }
+
+    #[test]
+    fn other_calls_refuse_foreign_and_free_blocks() {
+        let pool = BlockPool::new(3, true);
+        let foreign = |id| PoolError::Foreign { id, capacity: 3 };
+        for id in [0, 4] {
+            assert_eq!(pool.ref_count(id), Err(foreign(id)));
+            assert_eq!(pool.index(id, &key(1)), Err(foreign(id)));
+        }
+        assert_eq!(pool.index(1, &key(1)), Err(PoolError::Free { id: 1, capacity: 3 }));
+    }
+
+    #[test]
+    fn errors_name_the_block_and_the_bound() {
+        let (id, capacity) = (9, 5);
+        let texts = [
+            (
+                PoolError::Foreign { id, capacity },
+                "block 9 is not in this pool, whose blocks are 1..=5",
+            ),
+            (
+                PoolError::Free { id, capacity },
+                "block 9 (of 1..=5) is free: it was released already",
+            ),
+            (
+                PoolError::OverRelease { id, capacity },
+                "block 9 (of 1..=5) has fewer references than were released",
+            ),
+            (
+                PoolError::HashTooLong { len: 33 },
+                "block hash of 33 bytes; the index holds up to 32",
+            ),
+        ];
+        for (error, text) in texts {
+            assert_eq!(error.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn keys_differ_by_hash_length_and_group() {
+        let keys = [
+            BlockKey::new(b"", 0),
+            BlockKey::new(b"", 1),
+            BlockKey::new(b"\0", 0),
+            BlockKey::new(b"\0\0", 0),
+            BlockKey::new(&[0; 32], 0),
+            BlockKey::new(&[0; 32], u16::MAX),
+            BlockKey::new(b"12345678", 0),
+            BlockKey::new(b"123456789", 0),
+        ]
+        .map(Result::unwrap);
+        let pool = BlockPool::new(keys.len() as u32, true);
+        for (id, key) in pool.claim(keys.len()).unwrap().iter().zip(&keys) {
+            assert_eq!(pool.lookup(key), None);
+            assert_eq!(pool.index(*id, key), Ok(true));
+        }
+        for (i, key) in keys.iter().enumerate() {
+            assert_eq!(pool.lookup(key), Some(i as BlockId + 1));
+        }
+        assert_eq!(BlockKey::new(&[0; 33], 0), Err(PoolError::HashTooLong { len: 33 }));
+    }
+
+    #[test]
+    fn a_found_block_has_one_more_reference() {
+        let pool = BlockPool::new(2, true);
+        let id = pool.claim(1).unwrap()[0];
+        assert_eq!(pool.index(id, &key(7)), Ok(true));
+        assert_eq!(pool.ref_count(id), Ok(1));
+        assert_eq!(pool.lookup(&key(7)), Some(id));
+        assert_eq!(pool.lookup(&key(8)), None);
+        assert_eq!(pool.ref_count(id), Ok(2));
+        pool.release(&[id, id]).unwrap();
+        assert_eq!((pool.num_free(), pool.num_evictable(), pool.num_available()), (1, 1, 2));
+        assert_eq!(pool.lookup(&key(7)), Some(id));
+        assert_eq!((pool.num_free(), pool.num_evictable(), pool.num_available()), (1, 0, 1));
+        pool.release(&[id]).unwrap();
+        assert_eq!(pool.num_evictable(), 1);
+    }
+
+    #[test]
+    fn a_block_has_one_key_and_a_key_one_block() {
+        let pool = BlockPool::new(3, true);
+        pool.claim(2).unwrap();
+        assert_eq!(pool.index(1, &key(1)), Ok(true));
+        assert_eq!(pool.index(1, &key(1)), Ok(false));
+        assert_eq!(pool.index(1, &key(2)), Ok(false));
+        assert_eq!(pool.index(2, &key(1)), Ok(false));
+        assert_eq!(pool.lookup(&key(2)), None);
+        assert_eq!(pool.index(2, &key(2)), Ok(true));
+        pool.release(&[1, 2]).unwrap();
+        assert_eq!((pool.lookup(&key(1)), pool.lookup(&key(2))), (Some(1), Some(2)));
+    }
+
+    #[test]
+    fn a_block_claimed_again_has_no_key() {
+        let pool = evictable(&[1]);
+        assert_eq!(pool.claim(1), Ok(vec![1]));
+        assert_eq!(pool.lookup(&key(1)), None);
+        assert_eq!(pool.index(1, &key(5)), Ok(true));
+        assert_eq!(pool.lookup(&key(5)), Some(1));
+    }
+
+    #[test]
+    fn the_longest_unused_is_evicted_first() {
+        let order = [3, 5, 1, 4, 2];
+        let pool = evictable(&order);
+        // 5 is used once more and goes last.
+        assert_eq!(pool.lookup(&key(5)), Some(5));
+        pool.release(&[5]).unwrap();
+        for (evicted, id) in [3, 1, 4, 2, 5].into_iter().enumerate() {
+            assert_eq!(pool.num_evictable(), 5 - evicted);
+            assert_eq!(pool.claim(1), Ok(vec![id]));
+            assert_eq!(pool.lookup(&key(id)), None);
+        }
+        assert!(pool.claim(1).is_err());
+    }
+
+    #[test]
+    fn a_claim_evicts_no_more_than_it_needs_and_nothing_in_vain() {
+        let pool = evictable(&[4, 3, 2, 1]);
+        assert_eq!(pool.claim(2), Ok(vec![3, 4]));
+        let before = snapshot(&pool);
+        assert_eq!(before, (0, 2, vec![0, 0, 1, 1]));
+        let error = PoolError::Exhausted { needed: 3, available: 2, capacity: 4 };
+        assert_eq!(pool.claim(3), Err(error));
+        assert_eq!(snapshot(&pool), before);
+        assert_eq!((pool.lookup(&key(1)), pool.lookup(&key(2))), (Some(1), Some(2)));
+    }
+
+    #[test]
+    fn evicting_frees_the_oldest_that_nobody_uses() {
+        let pool = evictable(&[2, 1, 3]);
+        assert_eq!(pool.lookup(&key(2)), Some(2));
+        assert_eq!(pool.evict(0), 0);
+        assert_eq!(pool.evict(1), 1);
+        assert_eq!(pool.lookup(&key(1)), None);
+        assert_eq!(pool.evict(9), 1);
+        assert_eq!(pool.evict(9), 0);
+        assert_eq!(snapshot(&pool), (2, 0, vec![0, 1, 0]));
+    }
+
+    #[test]
+    fn a_cleared_index_forgets_every_key_but_takes_no_reference() {
+        let pool = evictable(&[1, 2, 3, 4]);
+        pool.lookup(&key(2)).unwrap();
+        pool.clear_index();
+        assert_eq!(snapshot(&pool), (3, 0, vec![0, 1, 0, 0]));
+        for id in 1..=4 {
+            assert_eq!(pool.lookup(&key(id)), None);
+        }
+        // What was in it is not indexed again, but its key is free for new content.
+        assert_eq!(pool.index(2, &key(2)), Ok(false));
+        assert_eq!(pool.claim(1), Ok(vec![1]));
+        assert_eq!(pool.index(1, &key(2)), Ok(true));
+        assert_eq!(pool.lookup(&key(2)), Some(1));
+        pool.release(&[2, 1, 1]).unwrap();
+        assert_eq!((pool.num_free(), pool.num_evictable()), (3, 1));
+    }
+
+    #[test]
+    fn content_from_before_the_index_was_cleared_is_not_indexed_after() {
+        let pool = BlockPool::new(1, true);
+        let generation = pool.generation();
+        pool.claim(1).unwrap();
+        pool.clear_index();
+        assert_eq!(pool.index_since(generation, 1, &key(1)), Ok(false));
+        assert_eq!(pool.lookup(&key(1)), None);
+        pool.release(&[1]).unwrap();
+        assert_eq!(pool.num_free(), 1);
+    }
+
+    #[test]
+    fn a_full_set_of_the_index_forgets_but_does_not_lie() {
+        let pool = BlockPool::new(1000, true);
+        let index = pool.index.as_ref().unwrap();
+        let first = index.set(&key(0)).0;
+        let same_set: Vec<_> =
+            (0..).map(key).filter(|key| index.set(key).0 == first).take(WAYS + 2).collect();
+        let ids = pool.claim(WAYS + 2).unwrap();
+        let indexed = |(&id, key)| pool.index(id, key).unwrap();
+        let done: Vec<_> = ids.iter().zip(&same_set).map(indexed).collect();
+        assert_eq!(done, [vec![true; WAYS], vec![false; 2]].concat());
+        for (i, key) in same_set.iter().enumerate() {
+            assert_eq!(pool.lookup(key), (i < WAYS).then(|| ids[i]));
+        }
+        pool.release(&ids).unwrap();
+        assert_eq!(pool.num_free(), 1000 - WAYS);
+        // The slot of an evicted block serves the next key.
+        pool.release(&ids[3..4]).unwrap();
+        assert_eq!(pool.evict(1), 1);
+        let id = pool.claim(1).unwrap()[0];
+        assert_eq!(pool.index(id, &same_set[WAYS]), Ok(true));
+        assert_eq!(pool.lookup(&same_set[WAYS]), Some(id));
+    }
+
+    #[test]
+    fn a_pool_without_index_finds_nothing() {
+        let pool = BlockPool::new(2, false);
+        let ids = pool.claim(1).unwrap();
+        assert_eq!(pool.index(ids[0], &key(1)), Ok(false));
+        assert_eq!(pool.lookup(&key(1)), None);
+        pool.clear_index();
+        pool.release(&ids).unwrap();
+        assert_eq!((pool.num_free(), pool.num_evictable(), pool.evict(2)), (2, 0, 0));
+    }
+
+    #[test]
+    fn the_lowest_bits_of_a_word() {
+        assert_eq!(lowest_bits(0b1011_0100, 2), 0b0001_0100);
+        assert_eq!(lowest_bits(0b1011_0100, 4), 0b1011_0100);
+        assert_eq!(lowest_bits(u64::MAX, 63), u64::MAX >> 1);
+        assert_eq!(lowest_bits(u64::MAX, 64), u64::MAX);
+        assert_eq!(lowest_bits(u64::MAX, 1), 1);
     }
 }
