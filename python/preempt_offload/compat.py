@@ -1,0 +1,144 @@
+"""The only file that asks which vLLM this is."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+if importlib.util.find_spec("vllm") is not None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
+else:
+    # Without vLLM nothing crosses to it, and plain bases do.
+    class KVConnectorMetadata:  # type: ignore[no-redef]
+        """Base of what the scheduler sends to the workers."""
+
+    class KVConnectorWorkerMetadata:  # type: ignore[no-redef]
+        """Base of what the workers send back."""
+
+
+__all__ = [
+    "KVConnectorMetadata",
+    "KVConnectorWorkerMetadata",
+    "block_bytes",
+    "block_tokens",
+    "check_version",
+    "find_offload_connector",
+    "scheduler_advice",
+    "uncomputed_cached_blocks",
+]
+
+OLDEST, NEWEST = (0, 23), (0, 23)
+TESTED = {(0, 23, 0)}
+
+RECOMPUTE_FLAG = "--scheduler-cls preempt_offload.RecomputeScheduler"
+ASCEND_FLAG = (
+    '--additional-config \'{"recompute_scheduler_enable": true, '
+    '"scheduler_config": {"recompute_scheduler_enable": true}}\''
+)
+
+
+def check_version(version: str) -> None:
+    """Refuses a vLLM that this package does not fit, and warns of an untested one.
+
+    Raises:
+        ImportError: ``version`` is outside the supported range.
+    """
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if match is None:
+        logger.warning("vLLM calls itself %r; preempt-offload cannot tell whether it fits", version)
+        return
+    numbers = tuple(int(part) for part in match.groups())
+    supported = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if not OLDEST <= numbers[:2] <= NEWEST:
+        raise ImportError(
+            f"preempt-offload supports vLLM {supported}; this is vLLM {version}. "
+            "Install a release of preempt-offload made for it"
+        )
+    if numbers not in TESTED:
+        logger.warning("preempt-offload (for vLLM %s) is untested with vLLM %s", supported, version)
+
+
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one KV block on one rank, all its layers together."""
+    total = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    return int(total // kv_cache_config.num_blocks)
+
+
+def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> list[int]:
+    """Tokens per scheduler block of each KV cache group.
+
+    With context parallelism the ranks of one block hold interleaved tokens, so a
+    scheduler block covers ``block_size`` x DCP x PCP tokens.
+
+    Raises:
+        ValueError: A group's blocks do not hold per-token KV.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    parallel = vllm_config.parallel_config
+    factor = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    tokens = []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if not isinstance(spec, AttentionSpec):
+            raise ValueError(
+                f"KV cache group {i} ({type(spec).__name__}; layer {group.layer_names[0]!r}) holds "
+                "a state, not KV per token; PreemptOffloadConnector cannot preserve it yet"
+            )
+        tokens.append(int(spec.block_size) * factor)
+    return tokens
+
+
+def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[int]:
+    """Device blocks of ``request`` that vLLM's prefix cache has, but no forward has filled.
+
+    ``allocate_slots`` gives a block its hash when it is scheduled. If the request is
+    preempted later in the same ``schedule()``, that forward never runs.
+    """
+    found: set[int] = set()
+    for single in manager.coordinator.single_type_managers:
+        blocks = single.req_to_blocks.get(request.request_id, ())
+        first = request.num_computed_tokens // single.block_size
+        found |= {block.block_id for block in blocks[first:] if block.block_hash is not None}
+    return found
+
+
+def find_offload_connector(connector: Any) -> Any:
+    """The connector, or the child of a MultiConnector, that preserves preempted requests."""
+    if hasattr(connector, "update_state_before_preempt"):
+        return connector
+    children = getattr(connector, "_connectors", ())
+    return next(filter(None, map(find_offload_connector, children)), None)
+
+
+def recompute_flag() -> str:
+    """How to make this installation's vLLM use a scheduler that asks the connector."""
+    if importlib.util.find_spec("vllm_ascend") is not None:
+        return ASCEND_FLAG
+    return RECOMPUTE_FLAG
+
+
+def scheduler_advice(vllm_config: VllmConfig) -> str | None:
+    """What to change if vLLM's own scheduler will run, which never asks the connector."""
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if chosen is not None:
+        name = chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}"
+        if not name.startswith("vllm.v1.core.sched."):
+            return None
+    return (
+        "vLLM's own scheduler does not ask PreemptOffloadConnector to preserve a preempted "
+        f"request, so nothing will be offloaded. Start vLLM with {recompute_flag()}"
+    )

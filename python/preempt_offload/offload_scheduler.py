@@ -1,0 +1,300 @@
+"""The scheduler role: which requests are preserved, and what to copy in each step.
+
+One instance lives beside vLLM's scheduler. It never touches memory: it plans copies of
+blocks, hands them to the workers in the step's metadata, and follows what they report.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from preempt_offload._core import (
+    BlockPool,
+    CapacityError,
+    CompletionTracker,
+    RequestTable,
+    StateError,
+)
+from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMetadata
+from preempt_offload.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.request import Request
+
+    from preempt_offload._core import BlockPairs
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadScheduler:
+    """Plans the stores and loads of preempted requests.
+
+    Args:
+        num_host_blocks: Host blocks of each rank.
+        block_tokens: Tokens per block of each KV cache group.
+        world_size: Workers that take part in each copy: TP x PP.
+        share_blocks: Share full blocks with equal hashes between requests.
+        no_op_advice: What to tell the operator when it turns out that the engine's
+            scheduler preempts without asking.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_host_blocks: int,
+        block_tokens: Sequence[int],
+        world_size: int,
+        share_blocks: bool,
+        no_op_advice: str,
+    ) -> None:
+        self.pool = BlockPool(num_host_blocks, indexed=share_blocks)
+        self.table = RequestTable(self.pool, block_tokens)
+        self.stats = SchedulerStats()
+        # Tokens per block hash of a request; vLLM tells when it binds its block pool.
+        self.hash_tokens: int | None = None
+        self._completion = CompletionTracker(world_size)
+        self._block_tokens = tuple(block_tokens)
+        self._share_blocks = share_blocks
+        self._no_op_advice: str | None = no_op_advice
+
+        # What the next metadata will carry, and what the workers have yet to report.
+        self._event = 0
+        self._store_pairs: list[BlockPairs] = []
+        self._load_pairs: list[BlockPairs] = []
+        self._load_requests: list[str] = []
+        self._storing: dict[int, list[str]] = {}
+        self._loading: set[str] = set()
+
+    # ---- hooks of the recompute scheduler ----
+
+    def scheduler_asks(self) -> None:
+        """Notes that the engine's scheduler asks before it preempts."""
+        self._no_op_advice = None
+
+    def update_state_before_preempt(
+        self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
+    ) -> bool:
+        """Plans to store a request that is about to lose its device blocks.
+
+        Args:
+            request: The victim.
+            block_ids: Its device blocks, by KV cache group.
+            num_computed_tokens: Tokens whose KV those blocks hold once the steps under
+                way are through.
+
+        Returns:
+            Whether the request will be preserved; if not, its KV is lost.
+        """
+        self.scheduler_asks()
+        request_id = request.request_id
+        if num_computed_tokens <= 0:
+            return False
+        try:
+            pairs, mirrored, shared = self.table.begin_store(
+                request_id,
+                self._event,
+                num_computed_tokens,
+                block_ids,
+                self._shareable_hashes(request, num_computed_tokens),
+            )
+        except CapacityError as error:
+            self.stats.not_preserved += 1
+            logger.warning(
+                "CPU cache has %d free blocks of %d, but preserving request %s (%d tokens) "
+                "needs %d; its KV will be recomputed. Raise the budget if this is frequent",
+                error.available,
+                error.capacity,
+                request_id,
+                num_computed_tokens,
+                error.needed,
+            )
+            return False
+        except StateError as error:
+            # An earlier request of the same id, aborted while its copy is under way.
+            self.stats.not_preserved += 1
+            logger.warning("Request %s cannot be preserved: %s", request_id, error)
+            return False
+        self._store_pairs.append(pairs)
+        self._storing.setdefault(self._event, []).append(request_id)
+        self.stats.preserved += 1
+        self.stats.stored_blocks += len(pairs)
+        self.stats.mirrored_blocks += mirrored
+        self.stats.shared_blocks += shared
+        logger.info(
+            "Created preempt offload state for request %s: %d tokens, %d blocks to copy, "
+            "%d mirrored, %d shared; %d of %d host blocks free",
+            request_id,
+            num_computed_tokens,
+            len(pairs),
+            mirrored,
+            shared,
+            self.pool.num_free + self.pool.num_evictable,
+            self.pool.capacity,
+        )
+        return True
+
+    def has_preempted_request(self, request_id: str) -> bool:
+        """Whether the request's KV is on the host, or on its way there, to be restored."""
+        status = self.table.status(request_id)
+        return status is not None and status[0] in ("Storing", "Ready")
+
+    def has_pending_transfers(self) -> bool:
+        """Whether copies are planned or under way; the engine must go on stepping."""
+        return bool(self._storing or self._loading)
+
+    # ---- vLLM's connector interface ----
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be restored beyond ``num_computed_tokens``; changes nothing.
+
+        Returns:
+            ``(None, False)`` while the store is under way, ``(0, False)`` if there is
+            nothing to restore, else the number of tokens and ``True``.
+        """
+        status = self.table.status(request.request_id)
+        if status is None:
+            self._warn_of_no_op(request)
+            return 0, False
+        state, num_stored = status
+        if state == "Storing":
+            return None, False
+        if state != "Ready":
+            return 0, False
+        if request.num_output_placeholders > 0:
+            # A step is under way that may add tokens or take drafts back.
+            return None, False
+        num_tokens = self._restorable_tokens(request, num_stored) - num_computed_tokens
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """Plans the load into newly allocated blocks, or notes that none is wanted.
+
+        vLLM calls this whenever a waiting request gets blocks: to restore it (then
+        ``num_external_tokens`` is what ``get_num_new_matched_tokens`` has said), without
+        restoring it, and once more when it runs after its load.
+        """
+        request_id = request.request_id
+        status = self.table.status(request_id)
+        if status is None or status[0] != "Ready":
+            return
+        if num_external_tokens == 0:
+            self.table.settle(request_id)
+            return
+        num_tokens = self._restorable_tokens(request, status[1])
+        first = num_tokens - num_external_tokens
+        pairs, _, _ = self.table.begin_load(request_id, first, num_tokens, block_ids)
+        self._load_pairs.append(pairs)
+        self._load_requests.append(request_id)
+        self._loading.add(request_id)
+        self.stats.restored += 1
+        self.stats.restored_tokens += num_external_tokens
+        logger.info(
+            "Prepared preempt offload H2D load for request %s: tokens %d to %d, %d blocks",
+            request_id,
+            first,
+            num_tokens,
+            len(pairs),
+        )
+
+    def build_connector_meta(self) -> OffloadMetadata:
+        """What the workers have to copy in this step."""
+        if not self._store_pairs and not self._load_requests:
+            return NOTHING
+        stores = bool(self._store_pairs)
+        metadata = OffloadMetadata(
+            store_event=self._event if stores else None,
+            store_pairs=np.concatenate(self._store_pairs) if stores else None,
+            load_requests=tuple(self._load_requests),
+            load_pairs=np.concatenate(self._load_pairs) if self._load_pairs else None,
+        )
+        if stores:
+            self._completion.open(self._event)
+            self._event += 1
+        self._store_pairs.clear()
+        self._load_pairs.clear()
+        self._load_requests.clear()
+        return metadata
+
+    def update_connector_output(
+        self, reported: OffloadWorkerMetadata | None, finished_recving: Iterable[str]
+    ) -> None:
+        """Follows what the workers report.
+
+        Args:
+            reported: Stores that are through on some ranks, and loads that failed.
+            finished_recving: Requests whose load is through on every rank, ours or not.
+        """
+        failed_loads: frozenset[str] = frozenset()
+        if reported is not None:
+            failed_loads = reported.failed_loads
+            for event, by_rank in reported.stores.items():
+                for rank, ok in by_rank.items():
+                    decided = self._completion.report(event, rank, ok)
+                    if decided is not None:
+                        self._complete_stores(event, decided)
+        for request_id in self._loading.intersection(finished_recving):
+            self._loading.discard(request_id)
+            self.table.finish_load(request_id, request_id not in failed_loads)
+
+    def request_finished(self, request_id: str) -> None:
+        """Forgets a request, whatever its state."""
+        self.table.release(request_id)
+
+    def reset_cache(self) -> bool:
+        """Forgets all KV on the host, because it is no longer valid.
+
+        Returns:
+            ``False`` if loads are under way: what they restore is not valid either.
+        """
+        self.table.release_all()
+        return not self._loading
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load of the request is planned or under way."""
+        return request_id in self._loading
+
+    # ---- inside ----
+
+    @staticmethod
+    def _restorable_tokens(request: Request, num_stored: int) -> int:
+        # The last token has no KV: it was sampled and not yet fed to the model.
+        known: int = request.num_tokens - 1
+        return min(num_stored, known)
+
+    def _shareable_hashes(self, request: Request, num_computed_tokens: int) -> list[list[bytes]]:
+        """Per group, the hashes of the leading blocks that are full of known tokens."""
+        if not self._share_blocks or self.hash_tokens is None:
+            return []
+        num_known = min(num_computed_tokens, request.num_tokens)
+        shareable = []
+        for tokens in self._block_tokens:
+            # A hash covers all tokens before it, so a block's last one identifies the block.
+            step = tokens // self.hash_tokens
+            num_hashes = num_known // tokens * step
+            shareable.append(request.block_hashes[step - 1 : num_hashes : step])
+        return shareable
+
+    def _complete_stores(self, event: int, ok: bool) -> None:
+        for request_id in self._storing.pop(event):
+            self.table.complete_store(request_id, event, ok)
+            if not ok:
+                logger.error("Storing request %s failed; its KV will be recomputed", request_id)
+
+    def _warn_of_no_op(self, request: Request) -> None:
+        if self._no_op_advice is not None and request.num_preemptions > 0:
+            logger.warning(
+                "Request %s was preempted, but PreemptOffloadConnector was not asked to "
+                "preserve it. %s",
+                request.request_id,
+                self._no_op_advice,
+            )
+            self._no_op_advice = None

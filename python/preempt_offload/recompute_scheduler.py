@@ -1,0 +1,171 @@
+"""vLLM's schedulers, asking the connector before a request loses its KV.
+
+Nothing of vLLM's scheduling is repeated here: the classes extend it where a request is
+preempted, where outputs leave, and where the prefix cache is reset.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from preempt_offload import compat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+STOP_REASON = "recomputed"
+
+
+class RecomputeScheduler(Scheduler):
+    """Preserves preempted requests through the connector.
+
+    This is the name for ``--scheduler-cls``, with async scheduling and without: it makes
+    an ``AsyncRecomputeScheduler`` where vLLM schedules asynchronously.
+
+    On a decode node of a P/D deployment (``kv_role="kv_consumer"``), a request that
+    cannot be preserved is finished with ``stop_reason="recomputed"``, so that the proxy
+    sends it to a prefill node again. Elsewhere vLLM recomputes it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Chooses the class that fits the engine's async scheduling."""
+        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        if cls is RecomputeScheduler and vllm_config.scheduler_config.async_scheduling:
+            cls = AsyncRecomputeScheduler
+        instance: Self = super().__new__(cls)
+        return instance
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._offload = compat.find_offload_connector(self.connector)
+        if self._offload is not None:
+            self._offload.scheduler_asks()
+        transfer = self.vllm_config.kv_transfer_config
+        self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
+        # Requests that go back to the proxy once no step of theirs is under way.
+        self._unpreserved: list[Request] = []
+        self._dropping_kv = False
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        preserved = self._dropping_kv or self._preserve(request)
+        cached = compat.uncomputed_cached_blocks(self.kv_cache_manager, request)
+        if cached:
+            self.kv_cache_manager.evict_blocks(cached)
+        super()._preempt_request(request, *args, **kwargs)
+        if not preserved and self._returns_unpreserved:
+            self.waiting.remove_request(request)
+            self._unpreserved.append(request)
+
+    def _preserve(self, request: Request) -> bool:
+        if self._offload is None:
+            return False
+        num_computed_tokens = request.num_computed_tokens
+        preserved = bool(
+            self._offload.update_state_before_preempt(
+                request,
+                self.kv_cache_manager.get_block_ids(request.request_id),
+                num_computed_tokens,
+            )
+        )
+        if preserved:
+            logger.info(
+                "Recompute preemption offload enabled for request %s, computed_tokens=%d",
+                request.request_id,
+                num_computed_tokens,
+            )
+        return preserved
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Also returns the requests that could not be preserved, on a decode node."""
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        if self._unpreserved:
+            self._return_unpreserved(outputs)
+        return outputs
+
+    def _return_unpreserved(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        requests, self._unpreserved = self._unpreserved, []
+        for request in requests:
+            if request.is_finished():
+                continue
+            if request.num_output_placeholders > 0:
+                # A token of this request is still to come out of a step under way.
+                self._unpreserved.append(request)
+                continue
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = STOP_REASON
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=request.stop_reason,
+                events=request.take_events(),
+                kv_transfer_params=self._free_request(request),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            logger.info(
+                "Request %s could not be preserved and is returned with stop_reason=%r",
+                request.request_id,
+                STOP_REASON,
+            )
+
+    def has_finished_requests(self) -> bool:
+        """Also true while copies are under way, so that the engine goes on stepping."""
+        return bool(super().has_finished_requests()) or (
+            self._offload is not None and self._offload.has_pending_transfers()
+        )
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Resets the prefix cache, and drops all preserved KV if that succeeds.
+
+        Running requests that have to give up their KV for it are not preserved: what
+        makes a reset necessary, new weights for example, makes their KV invalid.
+        """
+        self._dropping_kv = True
+        try:
+            if reset_running_requests:
+                self._abandon_loads()
+            done = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+        finally:
+            self._dropping_kv = False
+        if self._offload is not None and (done or reset_running_requests):
+            self._offload.reset_cache()
+        return done
+
+    def _abandon_loads(self) -> None:
+        """Makes requests that are being restored start again without what was restored."""
+        if self._offload is None:
+            return
+        for request in self.skipped_waiting:
+            request_id = request.request_id
+            restored = request_id in self.finished_recving_kv_req_ids
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or not (
+                restored or self._offload.is_loading(request_id)
+            ):
+                continue
+            # As after a failed load: nothing of it counts as computed.
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request_id)
+            if restored:
+                self._try_promote_blocked_waiting_request(request)
+
+
+class AsyncRecomputeScheduler(RecomputeScheduler, AsyncScheduler):
+    """The same for async scheduling."""
