@@ -159,6 +159,8 @@ struct Entry {
     tables: Arc<[Vec<BlockId>]>,
     /// Blocks that others may find once the store is complete.
     keys: Arc<[(BlockId, BlockKey)]>,
+    /// The generation of the pool's index when the store was planned.
+    generation: u64,
     /// When the entry became a mirror, by the table's clock.
     stamp: u64,
 }
@@ -176,6 +178,7 @@ impl Entry {
             num_tokens: self.num_tokens,
             tables: self.tables.clone(),
             keys: self.keys.clone(),
+            generation: self.generation,
             stamp: self.stamp,
         }
     }
@@ -229,7 +232,8 @@ impl RequestTable {
     /// `device` has the request's device block table for each group, 0 where there is
     /// no block. Longer tables are cut to the tokens (lookahead blocks are not kept),
     /// shorter ones end where the tokens end. `keys` has, for each group, the keys of
-    /// the leading blocks that may be shared, or nothing.
+    /// the leading blocks that may be shared, or nothing. What the request's mirror has
+    /// and the request no longer (it left a sliding window) is given up first.
     ///
     /// # Errors
     /// [`TableError::Capacity`], [`TableError::WrongState`] unless the request is
@@ -249,8 +253,20 @@ impl RequestTable {
             {
                 return Err(entry.wrong_state("Mirrored"));
             }
+            let generation = self.pool.generation();
             let mut draft = Draft::new(&self.block_tokens, num_tokens, device);
-            draft.take_mirrored(current.as_deref(), &self.block_tokens);
+            if let Some(mirror) = &current {
+                draft.take_mirrored(mirror);
+                let unused = draft.unused(mirror);
+                if !unused.is_empty() {
+                    let tables = draft.tables.into();
+                    let rest = Entry { tables, ..mirror.with(State::Mirrored, false) };
+                    if self.replace(mirror, Some(Arc::new(rest)))? {
+                        self.pool.release(&unused)?;
+                    }
+                    continue;
+                }
+            }
             draft.take_shared(&self.pool, keys);
             let claimed = match self.claim(draft.missing.len(), id) {
                 Ok(claimed) => claimed,
@@ -268,19 +284,14 @@ impl RequestTable {
                 num_tokens,
                 tables: draft.tables.into(),
                 keys: stored_keys.into(),
+                generation,
                 stamp: 0,
             };
             let key = entry.id.clone();
             if self.entries.compare_exchange(&key, current.as_ref(), Some(Arc::new(entry))) {
-                if let Some(old) = current {
-                    let mut unused = old.blocks();
-                    draft.mirrored.sort_unstable();
-                    unused.retain(|block| draft.mirrored.binary_search(block).is_err());
-                    self.pool.release(&unused)?;
-                }
                 return Ok(CopyPlan {
                     pairs: draft.pairs,
-                    mirrored: draft.mirrored.len(),
+                    mirrored: draft.mirrored,
                     shared: draft.shared.len(),
                 });
             }
@@ -291,7 +302,8 @@ impl RequestTable {
     }
 
     /// Ends a store that every worker has reported. `true`: the request is Ready now;
-    /// `false`: it is gone, because the store failed or the request was released.
+    /// `false`: it is gone, because the store failed or the request was released. For
+    /// whoever got the last report of `event`: two threads may not end the same store.
     ///
     /// # Errors
     /// [`TableError::UnknownRequest`], [`TableError::WrongState`] unless it is Storing
@@ -305,7 +317,7 @@ impl RequestTable {
             if ok {
                 // Before the transition, while the entry holds the blocks for certain.
                 for (block, key) in current.keys.iter() {
-                    self.pool.index(*block, key)?;
+                    self.pool.index_since(current.generation, *block, key)?;
                 }
             }
             let keep = ok && !current.doomed;
@@ -420,32 +432,11 @@ impl RequestTable {
     /// # Errors
     /// [`TableError::Pool`] if a block was misused.
     pub fn release(&self, id: &str) -> Result<bool, TableError> {
-        self.doom(id, false)
-    }
-
-    /// Forgets every request and every shared block, because the KV is no longer valid.
-    ///
-    /// # Errors
-    /// [`TableError::Pool`] if a block was misused.
-    pub fn release_all(&self) -> Result<(), TableError> {
-        let ids: Vec<_> = self.entries.values().map(|entry| entry.id.clone()).collect();
-        for id in ids {
-            self.doom(&id, true)?;
-        }
-        self.pool.clear_index();
-        Ok(())
-    }
-
-    fn doom(&self, id: &str, invalid: bool) -> Result<bool, TableError> {
         loop {
             let Some(current) = self.entries.get(id) else { return Ok(false) };
             let next = match current.state {
                 State::Storing { .. } | State::Loading => {
-                    let mut entry = current.with(current.state, true);
-                    if invalid {
-                        entry.keys = [].into();
-                    }
-                    Some(Arc::new(entry))
+                    Some(Arc::new(current.with(current.state, true)))
                 }
                 State::Ready | State::Mirrored => None,
             };
@@ -453,6 +444,21 @@ impl RequestTable {
                 return Ok(!current.doomed);
             }
         }
+    }
+
+    /// Forgets every request that is preserved and every shared block, because the KV is
+    /// no longer valid.
+    ///
+    /// # Errors
+    /// [`TableError::Pool`] if a block was misused.
+    pub fn release_all(&self) -> Result<(), TableError> {
+        // First, so that nothing stored until now can be found, whenever it is complete.
+        self.pool.clear_index();
+        let ids: Vec<_> = self.entries.values().map(|entry| entry.id.clone()).collect();
+        for id in ids {
+            self.release(&id)?;
+        }
+        Ok(())
     }
 
     fn check_groups(&self, found: usize) -> Result<(), TableError> {
@@ -487,13 +493,10 @@ impl RequestTable {
                 .values()
                 .filter(|entry| entry.state == State::Mirrored && &*entry.id != id)
                 .collect();
-            let in_mirrors: usize = mirrors.iter().map(|entry| entry.blocks().len()).sum();
-            if mirrors.is_empty() || available + in_mirrors < n {
-                return Err(TableError::Capacity {
-                    needed: n,
-                    available: available + in_mirrors,
-                    capacity: self.pool.capacity(),
-                });
+            let available = available + self.held_by_mirrors_alone(&mirrors);
+            if available < n {
+                let capacity = self.pool.capacity();
+                return Err(TableError::Capacity { needed: n, available, capacity });
             }
             mirrors.sort_by_key(|entry| entry.stamp);
             for mirror in mirrors {
@@ -504,6 +507,14 @@ impl RequestTable {
             }
         }
     }
+
+    /// Blocks that would be available if all of `mirrors` gave way.
+    fn held_by_mirrors_alone(&self, mirrors: &[Arc<Entry>]) -> usize {
+        let mut blocks: Vec<_> = mirrors.iter().flat_map(|mirror| mirror.blocks()).collect();
+        blocks.sort_unstable();
+        let references = blocks.chunk_by(|a, b| a == b);
+        references.filter(|of| self.pool.ref_count(of[0]) == Ok(of.len() as u32)).count()
+    }
 }
 
 /// A store being planned.
@@ -511,7 +522,7 @@ struct Draft {
     tables: Vec<Vec<BlockId>>,
     /// Group, position and device block of what has no host block yet.
     missing: Vec<(usize, usize, u32)>,
-    mirrored: Vec<BlockId>,
+    mirrored: usize,
     shared: Vec<BlockId>,
     pairs: Vec<BlockPair>,
 }
@@ -527,24 +538,30 @@ impl Draft {
             let kept = (absent..positions).zip(blocks).filter(|&(_, &device)| device != 0);
             missing.extend(kept.map(|(position, &device)| (group, position, device)));
         }
-        Self { tables, missing, mirrored: Vec::new(), shared: Vec::new(), pairs: Vec::new() }
+        Self { tables, missing, mirrored: 0, shared: Vec::new(), pairs: Vec::new() }
     }
 
     /// Takes over what the request's own mirror has.
-    fn take_mirrored(&mut self, mirror: Option<&Entry>, block_tokens: &[u64]) {
-        let Some(mirror) = mirror else { return };
+    fn take_mirrored(&mut self, mirror: &Entry) {
         let Self { tables, missing, mirrored, .. } = self;
         missing.retain(|&(group, position, _)| {
-            // The last block may be partial now, but what the mirror has is full.
-            let full = (mirror.num_tokens / block_tokens[group]) as usize;
             let host = mirror.tables[group].get(position).copied().unwrap_or(0);
-            let kept = host != 0 && position < full;
-            if kept {
+            if host != 0 {
                 tables[group][position] = host;
-                mirrored.push(host);
+                *mirrored += 1;
             }
-            !kept
+            host == 0
         });
+    }
+
+    /// The blocks of `mirror` that were not taken over.
+    fn unused(&self, mirror: &Entry) -> Vec<BlockId> {
+        let mut unused = Vec::new();
+        for (had, taken) in mirror.tables.iter().zip(&self.tables) {
+            let blocks = had.iter().enumerate().filter(|&(_, &host)| host != 0);
+            unused.extend(blocks.filter(|&(i, host)| taken.get(i) != Some(host)).map(|(_, &b)| b));
+        }
+        unused
     }
 
     /// Takes a reference to what other requests have stored under the same key.
@@ -579,5 +596,442 @@ impl Draft {
                 Some((pair.host, *keys.get(group)?.get(position)?))
             })
             .collect()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const STATES: [&str; 5] = ["Storing", "Ready", "Loading", "Mirrored", "released"];
+
+    fn table(capacity: u32, block_tokens: &[u64]) -> (Arc<BlockPool>, RequestTable) {
+        let pool = Arc::new(BlockPool::new(capacity, true));
+        (pool.clone(), RequestTable::new(pool, block_tokens.to_vec()))
+    }
+
+    fn key(n: u32) -> BlockKey {
+        BlockKey::new(&n.to_le_bytes(), 0).unwrap()
+    }
+
+    fn pair(group: u32, device: u32, host: BlockId) -> BlockPair {
+        BlockPair { group, device, host }
+    }
+
+    /// Brings a request of `num_tokens` tokens into a state.
+    fn bring(
+        table: &RequestTable,
+        id: &str,
+        state: &str,
+        num_tokens: u64,
+        device: &[Vec<u32>],
+        keys: &[Vec<BlockKey>],
+    ) {
+        table.begin_store(id, 0, num_tokens, device, keys).unwrap();
+        if state == "released" {
+            assert_eq!(table.release(id), Ok(true));
+        }
+        if ["Storing", "released"].contains(&state) {
+            return;
+        }
+        assert_eq!(table.complete_store(id, 0, true), Ok(true));
+        if state == "Mirrored" {
+            table.settle(id).unwrap();
+        } else if state == "Loading" {
+            table.begin_load(id, 0, num_tokens, device).unwrap();
+        }
+    }
+
+    fn state(table: &RequestTable, id: &str) -> Option<(&'static str, u64)> {
+        table.status(id).map(|(state, tokens)| (state.name(), tokens))
+    }
+
+    #[test]
+    fn a_request_goes_around_the_diagram_and_leaves_nothing() {
+        let (pool, table) = table(8, &[16]);
+        let plan = table.begin_store("a", 5, 40, &[vec![11, 12, 13]], &[]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 11, 1), pair(0, 12, 2), pair(0, 13, 3)]);
+        assert_eq!((plan.mirrored, plan.shared), (0, 0));
+        assert_eq!(table.status("a"), Some((State::Storing { event: 5 }, 40)));
+        assert_eq!((table.counts(), pool.num_free()), ([1, 0, 0, 0], 5));
+
+        assert_eq!(table.complete_store("a", 5, true), Ok(true));
+        assert_eq!(table.status("a"), Some((State::Ready, 40)));
+        assert_eq!((table.counts(), pool.num_free()), ([0, 1, 0, 0], 5));
+
+        let plan = table.begin_load("a", 0, 39, &[vec![31, 32, 33]]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 31, 1), pair(0, 32, 2), pair(0, 33, 3)]);
+        assert_eq!(table.status("a"), Some((State::Loading, 39)));
+        assert_eq!((table.counts(), pool.num_free()), ([0, 0, 1, 0], 5));
+
+        // The partial block is given up, the full ones stay.
+        table.finish_load("a", true).unwrap();
+        assert_eq!(table.status("a"), Some((State::Mirrored, 39)));
+        assert_eq!((table.counts(), pool.num_free()), ([0, 0, 0, 1], 6));
+
+        // The next preemption stores what is new: the third block again, and a fourth.
+        let plan = table.begin_store("a", 6, 50, &[vec![31, 32, 33, 34]], &[]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 33, 3), pair(0, 34, 4)]);
+        assert_eq!((plan.mirrored, plan.shared), (2, 0));
+        assert_eq!(table.complete_store("a", 6, true), Ok(true));
+        let plan = table.begin_load("a", 0, 50, &[vec![1, 2, 3, 4]]).unwrap();
+        let expected: Vec<_> = (1..=4).map(|i| pair(0, i, i)).collect();
+        assert_eq!(plan.pairs, expected);
+        table.finish_load("a", true).unwrap();
+        assert_eq!(table.release("a"), Ok(true));
+        assert_eq!((table.counts(), pool.num_free()), ([0; 4], 8));
+        assert_eq!(table.release("a"), Ok(false));
+    }
+
+    #[test]
+    fn failed_copies_leave_nothing() {
+        let (pool, table) = table(4, &[16]);
+        let device = [vec![1, 2]];
+        bring(&table, "a", "Storing", 32, &device, &[vec![key(1), key(2)]]);
+        assert_eq!(table.complete_store("a", 0, false), Ok(false));
+        assert_eq!((table.status("a"), pool.num_free()), (None, 4));
+        assert_eq!(pool.lookup(&key(1)), None);
+        bring(&table, "a", "Loading", 32, &device, &[]);
+        table.finish_load("a", false).unwrap();
+        assert_eq!((table.status("a"), pool.num_free()), (None, 4));
+    }
+
+    #[test]
+    fn a_settled_request_leaves_its_full_blocks() {
+        let (pool, table) = table(8, &[16, 4]);
+        bring(&table, "a", "Mirrored", 18, &[vec![1, 2], vec![3, 4, 5, 6, 7]], &[]);
+        assert_eq!(state(&table, "a"), Some(("Mirrored", 18)));
+        assert_eq!(pool.num_free(), 8 - 1 - 4);
+    }
+
+    #[test]
+    fn a_released_request_gives_its_blocks_back_once_no_copy_uses_them() {
+        for name in STATES {
+            for ok in [true, false] {
+                let (pool, table) = table(4, &[16]);
+                bring(&table, "a", name, 32, &[vec![1, 2]], &[]);
+                let copying = ["Storing", "Loading", "released"].contains(&name);
+                assert_eq!(table.release("a"), Ok(name != "released"), "{name}");
+                assert_eq!(table.status("a"), None, "{name}");
+                assert_eq!(pool.num_free(), if copying { 2 } else { 4 }, "{name}");
+                // Once more changes nothing.
+                assert_eq!(table.release("a"), Ok(false), "{name}");
+                match name {
+                    "Storing" | "released" => {
+                        assert_eq!(table.counts(), [1, 0, 0, 0]);
+                        assert_eq!(table.complete_store("a", 0, ok), Ok(false));
+                    }
+                    "Loading" => {
+                        assert_eq!(table.counts(), [0, 0, 1, 0]);
+                        table.finish_load("a", ok).unwrap();
+                    }
+                    _ => {}
+                }
+                assert_eq!((table.counts(), pool.num_free()), ([0; 4], 4), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_released_request_has_stored_may_still_be_shared() {
+        let (pool, table) = table(4, &[16]);
+        bring(&table, "a", "released", 32, &[vec![1, 2]], &[vec![key(1), key(2)]]);
+        assert_eq!(table.complete_store("a", 0, true), Ok(false));
+        assert_eq!((pool.num_free(), pool.num_evictable()), (2, 2));
+        let plan = table.begin_store("b", 1, 32, &[vec![5, 6]], &[vec![key(1), key(2)]]).unwrap();
+        assert_eq!((plan.pairs.len(), plan.shared), (0, 2));
+    }
+
+    #[test]
+    fn wrong_states_are_named_and_change_nothing() {
+        for name in STATES {
+            let (pool, table) = table(4, &[16]);
+            let device = [vec![1, 2]];
+            bring(&table, "a", name, 20, &device, &[]);
+            let before = (table.status("a"), table.counts(), pool.num_free());
+            let wrong =
+                |wanted| Some(TableError::WrongState { id: "a".to_owned(), found: name, wanted });
+            let copying = ["Storing", "released"].contains(&name);
+            if name != "Mirrored" {
+                let error = table.begin_store("a", 1, 20, &device, &[]).err();
+                assert_eq!(error, wrong("Mirrored"));
+            }
+            // Storing under another event is wrong as well.
+            for event in if copying { [1, 2] } else { [0, 1] } {
+                let error = table.complete_store("a", event, true).err();
+                assert_eq!(error, wrong("Storing under this event"));
+            }
+            if name != "Ready" {
+                assert_eq!(table.begin_load("a", 0, 20, &device).err(), wrong("Ready"));
+                assert_eq!(table.settle("a").err(), wrong("Ready"));
+            }
+            if name != "Loading" {
+                assert_eq!(table.finish_load("a", true).err(), wrong("Loading"));
+            }
+            assert_eq!((table.status("a"), table.counts(), pool.num_free()), before);
+        }
+        let (_, table) = table(4, &[16]);
+        let unknown = TableError::UnknownRequest { id: "b".to_owned() };
+        assert_eq!(unknown.to_string(), "request \"b\" is not preserved");
+        let unknown = Some(unknown);
+        assert_eq!(table.complete_store("b", 0, true).err(), unknown);
+        assert_eq!(table.begin_load("b", 0, 1, &[vec![1]]).err(), unknown);
+        assert_eq!(table.finish_load("b", true).err(), unknown);
+        assert_eq!(table.settle("b").err(), unknown);
+        bring(&table, "a", "Ready", 1, &[vec![1]], &[]);
+        let error = table.finish_load("a", true).unwrap_err();
+        assert_eq!(error.to_string(), "request \"a\" is Ready, not Loading");
+    }
+
+    #[test]
+    fn null_blocks_keep_their_place_and_are_not_copied() {
+        let (pool, table) = table(8, &[16]);
+        let plan = table.begin_store("a", 0, 64, &[vec![0, 0, 20, 21]], &[]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 20, 1), pair(0, 21, 2)]);
+        assert_eq!(pool.num_free(), 6);
+        table.complete_store("a", 0, true).unwrap();
+        let missing = table.begin_load("a", 0, 64, &[vec![0, 31, 32, 33]]);
+        let error = TableError::NotStored { id: "a".to_owned(), group: 0, position: 1 };
+        assert_eq!(missing, Err(error));
+        assert_eq!(state(&table, "a"), Some(("Ready", 64)));
+        let plan = table.begin_load("a", 0, 64, &[vec![0, 0, 32, 33]]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 32, 1), pair(0, 33, 2)]);
+    }
+
+    #[test]
+    fn short_tables_end_where_the_tokens_end_and_long_ones_are_cut_there() {
+        let (pool, table) = table(8, &[16, 16]);
+        let device = [vec![20, 21], vec![1, 2, 3, 4, 5, 6]];
+        let plan = table.begin_store("a", 0, 50, &device, &[]).unwrap();
+        let stored: Vec<_> = plan.pairs.iter().map(|pair| (pair.group, pair.device)).collect();
+        assert_eq!(stored, [(0, 20), (0, 21), (1, 1), (1, 2), (1, 3), (1, 4)]);
+        assert_eq!(pool.num_free(), 2);
+        table.complete_store("a", 0, true).unwrap();
+        let device = [vec![0, 0, 31, 32], vec![41, 42, 43, 44, 45]];
+        let plan = table.begin_load("a", 0, 50, &device).unwrap();
+        let host = |device| plan.pairs.iter().find(|pair| pair.device == device).unwrap().host;
+        assert_eq!([31, 32, 41, 42, 43, 44].map(host), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(plan.pairs.len(), 6);
+    }
+
+    #[test]
+    fn neighbours_on_the_device_become_neighbours_on_the_host() {
+        let (_, table) = table(8, &[16]);
+        let plan = table.begin_store("a", 0, 64, &[vec![9, 3, 8, 2]], &[]).unwrap();
+        let pairs = [pair(0, 2, 1), pair(0, 3, 2), pair(0, 8, 3), pair(0, 9, 4)];
+        assert_eq!(plan.pairs, pairs);
+        table.complete_store("a", 0, true).unwrap();
+        let plan = table.begin_load("a", 0, 64, &[vec![1, 2, 3, 4]]).unwrap();
+        let by_position: Vec<_> = plan.pairs.iter().map(|pair| pair.host).collect();
+        assert_eq!(by_position, [4, 2, 3, 1]);
+    }
+
+    #[test]
+    fn a_load_begins_at_the_block_of_the_first_token_wanted() {
+        let (pool, table) = table(16, &[16, 8]);
+        bring(&table, "a", "Ready", 48, &[vec![1, 2, 3], vec![11, 12, 13, 14, 15, 16]], &[]);
+        let plan = table.begin_load("a", 20, 40, &[vec![1, 2, 3], vec![4, 5, 6, 7, 8]]);
+        let device: Vec<_> = plan.unwrap().pairs.iter().map(|p| (p.group, p.device)).collect();
+        assert_eq!(device, [(0, 2), (0, 3), (1, 6), (1, 7), (1, 8)]);
+        // 40 tokens were restored: two full blocks of 16 and five of 8 stay.
+        assert_eq!(state(&table, "a"), Some(("Loading", 40)));
+        table.finish_load("a", true).unwrap();
+        assert_eq!(pool.num_free(), 16 - 7);
+    }
+
+    #[test]
+    fn wrong_loads_are_errors_and_change_nothing() {
+        let (pool, table) = table(8, &[16, 16]);
+        bring(&table, "a", "Ready", 32, &[vec![1, 2], vec![3, 4]], &[]);
+        let load = |tokens, device: &[Vec<u32>]| {
+            let error = table.begin_load("a", 0, tokens, device).unwrap_err();
+            assert_eq!((state(&table, "a"), pool.num_free()), (Some(("Ready", 32)), 4));
+            (error.to_string(), error)
+        };
+        let (text, error) = load(33, &[vec![1, 2, 3], vec![1, 2, 3]]);
+        assert_eq!(error, TableError::TooManyTokens { id: "a".into(), wanted: 33, stored: 32 });
+        assert_eq!(text, "33 tokens of request \"a\" wanted, 32 are stored");
+        let (text, error) = load(32, &[vec![1, 2], vec![3]]);
+        assert_eq!(error, TableError::ShortTable { group: 1, needed: 2, found: 1 });
+        assert_eq!(text, "group 1 has 1 device blocks for 2 blocks to restore");
+        let (text, error) = load(32, &[vec![1, 2]]);
+        assert_eq!(error, TableError::GroupCount { expected: 2, found: 1 });
+        assert_eq!(text, "1 block tables given for 2 KV cache groups");
+        let store = table.begin_store("b", 0, 1, &[vec![1], vec![1], vec![1]], &[]);
+        assert_eq!(store, Err(TableError::GroupCount { expected: 2, found: 3 }));
+    }
+
+    #[test]
+    fn a_shortage_has_the_numbers_and_leaves_everything() {
+        let (pool, table) = table(10, &[16]);
+        bring(&table, "ready", "Ready", 48, &[vec![1, 2, 3]], &[]);
+        bring(&table, "mirror", "Mirrored", 32, &[vec![4, 5]], &[vec![key(4), key(5)]]);
+        bring(&table, "gone", "Ready", 16, &[vec![6]], &[vec![key(6)]]);
+        table.release("gone").unwrap();
+        let before = (table.counts(), pool.num_free(), pool.num_evictable());
+        assert_eq!(before, ([0, 1, 0, 1], 4, 1));
+        let device = [(1..=8).collect()];
+        let error = table.begin_store("new", 0, 128, &device, &[]).unwrap_err();
+        assert_eq!(error, TableError::Capacity { needed: 8, available: 7, capacity: 10 });
+        assert_eq!(error.to_string(), "8 host blocks needed, 7 of 10 available");
+        assert_eq!((table.counts(), pool.num_free(), pool.num_evictable()), before);
+        assert_eq!(table.status("new"), None);
+        // With one block shared it fits, at the cost of the mirror.
+        let keys = [vec![key(6)]];
+        let plan = table.begin_store("new", 0, 128, &device, &keys).unwrap_err();
+        assert_eq!(plan, TableError::Capacity { needed: 7, available: 6, capacity: 10 });
+        let keys = [vec![key(4), key(5)]];
+        let plan = table.begin_store("new", 0, 112, &[(1..=7).collect()], &keys).unwrap();
+        assert_eq!((plan.shared, plan.pairs.len()), (2, 5));
+    }
+
+    #[test]
+    fn mirrors_give_way_the_longest_unused_first_and_only_as_far_as_needed() {
+        let (pool, table) = table(6, &[16]);
+        for (id, device) in [("a", 1), ("b", 3), ("c", 5)] {
+            bring(&table, id, "Ready", 32, &[vec![device, device + 1]], &[]);
+        }
+        for id in ["b", "a", "c"] {
+            table.settle(id).unwrap();
+        }
+        let plan = table.begin_store("d", 0, 48, &[vec![7, 8, 9]], &[]).unwrap();
+        assert_eq!(plan.pairs.len(), 3);
+        assert_eq!((table.status("b"), table.status("a")), (None, None));
+        assert_eq!(state(&table, "c"), Some(("Mirrored", 32)));
+        assert_eq!(pool.num_free(), 1);
+        // A mirror evicted meanwhile: the request is stored as if it were new.
+        let plan = table.begin_store("a", 1, 48, &[vec![1, 2, 3]], &[]).unwrap();
+        assert_eq!((plan.mirrored, plan.pairs.len(), table.status("c")), (0, 3, None));
+    }
+
+    #[test]
+    fn the_requests_own_mirror_is_used_not_evicted() {
+        let (pool, table) = table(4, &[16]);
+        bring(&table, "a", "Mirrored", 32, &[vec![1, 2]], &[]);
+        bring(&table, "b", "Mirrored", 32, &[vec![3, 4]], &[]);
+        let plan = table.begin_store("a", 0, 64, &[vec![1, 2, 3, 4]], &[]).unwrap();
+        assert_eq!((plan.mirrored, plan.pairs.len()), (2, 2));
+        assert_eq!((table.status("b"), pool.num_free()), (None, 0));
+        table.complete_store("a", 0, true).unwrap();
+        table.settle("a").unwrap();
+        let error = table.begin_store("a", 0, 80, &[vec![1, 2, 3, 4, 5]], &[]).unwrap_err();
+        assert_eq!(error, TableError::Capacity { needed: 1, available: 0, capacity: 4 });
+        assert_eq!(state(&table, "a"), Some(("Mirrored", 64)));
+    }
+
+    #[test]
+    fn no_mirror_is_evicted_for_blocks_that_others_hold_as_well() {
+        let (pool, table) = table(4, &[16]);
+        let keys = [vec![key(1), key(2)]];
+        for id in ["a", "b", "c"] {
+            bring(&table, id, "Ready", 32, &[vec![1, 2]], &keys);
+        }
+        table.settle("a").unwrap();
+        table.settle("b").unwrap();
+        assert_eq!(pool.num_free(), 2);
+        // The two mirrors share both blocks with each other, and with "c".
+        let error = table.begin_store("d", 0, 48, &[vec![5, 6, 7]], &[]).unwrap_err();
+        assert_eq!(error, TableError::Capacity { needed: 3, available: 2, capacity: 4 });
+        assert_eq!(table.counts(), [0, 1, 0, 2]);
+        table.settle("c").unwrap();
+        let error = table.begin_store("d", 0, 80, &[vec![5, 6, 7, 8, 9]], &[]).unwrap_err();
+        assert_eq!(error, TableError::Capacity { needed: 5, available: 4, capacity: 4 });
+        assert_eq!(table.counts(), [0, 0, 0, 3]);
+        table.begin_store("d", 0, 48, &[vec![5, 6, 7]], &[]).unwrap();
+        assert_eq!(table.counts(), [1, 0, 0, 0]);
+        table.release_all().unwrap();
+        table.complete_store("d", 0, true).unwrap();
+        assert_eq!(pool.num_free(), 4);
+    }
+
+    #[test]
+    fn a_mirror_gives_up_what_left_the_sliding_window_even_if_nothing_else_is_free() {
+        let (pool, table) = table(4, &[16]);
+        bring(&table, "a", "Mirrored", 64, &[vec![0, 1, 2, 3]], &[]);
+        bring(&table, "b", "Ready", 16, &[vec![9]], &[]);
+        assert_eq!(pool.num_free(), 0);
+        let device = [vec![0, 0, 0, 3, 4, 5]];
+        let plan = table.begin_store("a", 0, 96, &device, &[]).unwrap();
+        assert_eq!((plan.mirrored, plan.pairs.len(), pool.num_free()), (1, 2, 0));
+        assert_eq!(table.complete_store("a", 0, true), Ok(true));
+        let plan = table.begin_load("a", 0, 96, &device).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 3, 3), pair(0, 4, 1), pair(0, 5, 2)]);
+        table.finish_load("a", true).unwrap();
+        // Fewer tokens than the mirror has: the rest is given up as well.
+        table.begin_store("a", 1, 64, &[vec![0, 0, 0, 3]], &[]).unwrap();
+        assert_eq!(pool.num_free(), 2);
+    }
+
+    #[test]
+    fn what_has_a_key_is_stored_once() {
+        let (pool, table) = table(8, &[16]);
+        let keys = [vec![key(1), key(2)]];
+        table.begin_store("a", 0, 48, &[vec![1, 2, 3]], &keys).unwrap();
+        // Not complete yet, so not to be shared.
+        let plan = table.begin_store("b", 1, 32, &[vec![4, 5]], &keys).unwrap();
+        assert_eq!((plan.shared, plan.pairs.len()), (0, 2));
+        table.complete_store("a", 0, true).unwrap();
+        table.complete_store("b", 1, true).unwrap();
+        let plan = table.begin_store("c", 2, 48, &[vec![6, 7, 8]], &keys).unwrap();
+        assert_eq!(plan.shared, 2);
+        assert_eq!(plan.pairs, [pair(0, 8, 6)]);
+        assert_eq!(pool.ref_count(1), Ok(2));
+        table.release("a").unwrap();
+        assert_eq!(pool.ref_count(1), Ok(1));
+        table.complete_store("c", 2, true).unwrap();
+        let plan = table.begin_load("c", 0, 48, &[vec![1, 2, 3]]).unwrap();
+        assert_eq!(plan.pairs, [pair(0, 1, 1), pair(0, 2, 2), pair(0, 3, 6)]);
+        table.finish_load("c", true).unwrap();
+        table.release("b").unwrap();
+        table.release("c").unwrap();
+        assert_eq!((pool.num_free(), pool.num_evictable()), (6, 2));
+    }
+
+    #[test]
+    fn the_same_key_twice_in_a_request_takes_and_gives_two_references() {
+        let (pool, table) = table(4, &[16]);
+        bring(&table, "a", "Ready", 16, &[vec![1]], &[vec![key(1)]]);
+        bring(&table, "b", "Mirrored", 32, &[vec![1, 1]], &[vec![key(1), key(1)]]);
+        assert_eq!(pool.ref_count(1), Ok(3));
+        table.begin_store("b", 0, 32, &[vec![0, 1]], &[]).unwrap();
+        assert_eq!(pool.ref_count(1), Ok(2));
+        table.release_all().unwrap();
+        assert_eq!(table.complete_store("b", 0, true), Ok(false));
+        assert_eq!(pool.num_free(), 4);
+    }
+
+    #[test]
+    fn after_release_all_nothing_is_found_whatever_the_state_was() {
+        for name in STATES {
+            let (pool, table) = table(8, &[16]);
+            let keys = [vec![key(1), key(2)]];
+            bring(&table, "a", name, 32, &[vec![1, 2]], &keys);
+            bring(&table, "gone", "Ready", 16, &[vec![3]], &[vec![key(3)]]);
+            table.release("gone").unwrap();
+            table.release_all().unwrap();
+            assert_eq!((table.status("a"), pool.num_evictable()), (None, 0), "{name}");
+            match name {
+                "Storing" | "released" => {
+                    assert_eq!(table.complete_store("a", 0, true), Ok(false));
+                }
+                "Loading" => table.finish_load("a", true).unwrap(),
+                _ => {}
+            }
+            assert_eq!((table.counts(), pool.num_free()), ([0; 4], 8), "{name}");
+            let plan = table.begin_store("b", 1, 32, &[vec![1, 2]], &keys).unwrap();
+            assert_eq!((plan.shared, plan.pairs.len()), (0, 2), "{name}");
+            table.complete_store("b", 1, true).unwrap();
+            let plan = table.begin_store("c", 2, 32, &[vec![1, 2]], &keys).unwrap();
+            assert_eq!((plan.shared, plan.pairs.len()), (2, 0), "{name}");
+        }
+    }
+
+    #[test]
+    fn misused_blocks_are_reported() {
+        let (pool, table) = table(4, &[16]);
+        bring(&table, "a", "Ready", 16, &[vec![1]], &[]);
+        pool.release(&[1]).unwrap();
+        let error = PoolError::Free { id: 1, capacity: 4 };
+        assert_eq!(table.release("a"), Err(TableError::Pool(error)));
     }
 }
