@@ -126,7 +126,8 @@ impl Descriptors {
         self.size.iter().map(|&size| size as u64).sum()
     }
 
-    fn push(&mut self, direction: Direction, device: u64, host: u64, size: u64) {
+    /// Adds a copy of `size` bytes.
+    pub(crate) fn push(&mut self, direction: Direction, device: u64, host: u64, size: u64) {
         let (src, dst) = match direction {
             Direction::DeviceToHost => (device, host),
             Direction::HostToDevice => (host, device),
@@ -178,7 +179,7 @@ impl BlockLayout {
                     .and_then(|len| start.checked_add(len))
                     .filter(|&end| i64::try_from(end).is_ok())
                     .ok_or(bad.clone())?;
-                if !regions.iter().any(|r| r.start <= start && end <= r.start + r.len) {
+                if !regions.iter().any(|r| r.start <= start && end - r.start <= r.len) {
                     return Err(TransferError::OutOfRegion { segment: i, side, start, end });
                 }
             }
@@ -254,5 +255,241 @@ impl BlockLayout {
             Some(pair) => Err(TransferError::DuplicateDestination { side, id: pair[0] }),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEVICE: u64 = 0x10_0000;
+    const HOST: u64 = 0x80_0000;
+    const EVERYWHERE: [Region; 1] = [Region { start: 0, len: i64::MAX as u64 }];
+
+    fn segment(group: u32, device: u64, stride: u64, bytes: u64, host: u64) -> Segment {
+        Segment { group, device, stride, bytes, host }
+    }
+
+    fn layout(segments: &[Segment]) -> BlockLayout {
+        BlockLayout::new(100, 50, segments, &EVERYWHERE, &EVERYWHERE).unwrap()
+    }
+
+    fn pairs(group: u32, ids: &[(u32, u32)]) -> Vec<BlockPair> {
+        ids.iter().map(|&(device, host)| BlockPair { group, device, host }).collect()
+    }
+
+    /// The copies as `(device, host, size)`, whichever way they go.
+    fn copies(layout: &BlockLayout, pairs: &[BlockPair]) -> Vec<(u64, u64, u64)> {
+        let rows = |direction| {
+            let (src, dst, size) = layout.descriptors(direction, pairs).unwrap().into_arrays();
+            assert_eq!((src.len(), dst.len()), (size.len(), size.len()));
+            let (device, host) = match direction {
+                Direction::DeviceToHost => (src, dst),
+                Direction::HostToDevice => (dst, src),
+            };
+            let rows = device.iter().zip(&host).zip(&size);
+            rows.map(|((&d, &h), &s)| (d as u64, h as u64, s as u64)).collect::<Vec<_>>()
+        };
+        let stored = rows(Direction::DeviceToHost);
+        assert_eq!(stored, rows(Direction::HostToDevice));
+        stored
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one_copy() {
+        let layout = layout(&[segment(0, DEVICE, 256, 256, HOST)]);
+        let run = pairs(0, &[(10, 1), (11, 2), (12, 3), (20, 4)]);
+        assert_eq!(
+            copies(&layout, &run),
+            [(DEVICE + 10 * 256, HOST, 3 * 256), (DEVICE + 20 * 256, HOST + 3 * 256, 256)]
+        );
+        let descriptors = layout.descriptors(Direction::DeviceToHost, &run).unwrap();
+        assert_eq!(descriptors.total_bytes(), 4 * 256);
+        assert_eq!(descriptors.arrays().2, [3 * 256, 256]);
+    }
+
+    #[test]
+    fn the_order_of_the_pairs_does_not_matter() {
+        let layout = layout(&[segment(0, DEVICE, 256, 256, HOST)]);
+        let sorted = copies(&layout, &pairs(0, &[(5, 1), (6, 2), (7, 3)]));
+        assert_eq!(sorted, [(DEVICE + 5 * 256, HOST, 3 * 256)]);
+        assert_eq!(copies(&layout, &pairs(0, &[(7, 3), (6, 2), (5, 1)])), sorted);
+        assert_eq!(copies(&layout, &pairs(0, &[(6, 2), (7, 3), (5, 1)])), sorted);
+    }
+
+    #[test]
+    fn neighbours_on_one_side_only_stay_apart() {
+        let layout = layout(&[segment(0, DEVICE, 256, 256, HOST)]);
+        for ids in [
+            [(5, 1), (6, 3)],  // on the device
+            [(5, 1), (7, 2)],  // on the host
+            [(5, 2), (6, 1)],  // in opposite orders
+            [(5, 10), (6, 9)], // likewise
+        ] {
+            let expected = ids.map(|(device, host)| {
+                (DEVICE + u64::from(device) * 256, HOST + u64::from(host - 1) * 256, 256)
+            });
+            assert_eq!(copies(&layout, &pairs(0, &ids)), expected);
+        }
+    }
+
+    #[test]
+    fn with_gaps_between_device_blocks_each_block_is_a_copy() {
+        let layout = layout(&[segment(0, DEVICE, 1024, 256, HOST)]);
+        assert_eq!(
+            copies(&layout, &pairs(0, &[(1, 1), (2, 2), (3, 3)])),
+            [
+                (DEVICE + 1024, HOST, 256),
+                (DEVICE + 2048, HOST + 256, 256),
+                (DEVICE + 3072, HOST + 512, 256)
+            ]
+        );
+    }
+
+    #[test]
+    fn each_segment_of_a_block_is_copied() {
+        // K first, then V, of 100 blocks each; and a scale with gaps.
+        let key = segment(0, DEVICE, 64, 64, HOST);
+        let value = segment(0, DEVICE + 6400, 64, 64, HOST + 3200);
+        let scale = segment(0, 16, 8, 4, 1024);
+        let layout = layout(&[key, value, scale]);
+        assert_eq!(layout.block_bytes(0), 132);
+        let run = pairs(0, &[(8, 2), (9, 3)]);
+        assert_eq!(
+            copies(&layout, &run),
+            [
+                (DEVICE + 512, HOST + 64, 128),
+                (DEVICE + 6400 + 512, HOST + 3200 + 64, 128),
+                (16 + 64, 1024 + 4, 4),
+                (16 + 72, 1024 + 8, 4),
+            ]
+        );
+        let descriptors = layout.descriptors(Direction::DeviceToHost, &run).unwrap();
+        assert_eq!(descriptors.total_bytes(), 2 * 132);
+    }
+
+    #[test]
+    fn groups_have_segments_of_their_own_and_do_not_merge() {
+        let second = segment(1, 0x5000, 32, 32, 0x9000);
+        let layout = layout(&[segment(0, DEVICE, 64, 64, HOST), second]);
+        assert_eq!([0, 1, 2].map(|group| layout.block_bytes(group)), [64, 32, 0]);
+        let both = [pairs(1, &[(3, 3), (4, 4)]), pairs(0, &[(1, 1), (2, 2)])].concat();
+        assert_eq!(
+            copies(&layout, &both),
+            [(DEVICE + 64, HOST, 128), (0x5000 + 96, 0x9000 + 64, 64)]
+        );
+    }
+
+    #[test]
+    fn nothing_to_copy_is_no_copy() {
+        let layout = layout(&[segment(0, DEVICE, 64, 64, HOST)]);
+        assert_eq!(copies(&layout, &[]), []);
+        assert_eq!(Descriptors::default().total_bytes(), 0);
+    }
+
+    #[test]
+    fn every_wrong_pair_is_an_error() {
+        let layout = layout(&[segment(0, DEVICE, 64, 64, HOST), segment(2, 0, 8, 8, 0)]);
+        let errors = |pairs: &[BlockPair]| {
+            [Direction::DeviceToHost, Direction::HostToDevice]
+                .map(|direction| layout.descriptors(direction, pairs).unwrap_err())
+        };
+        let good = pairs(0, &[(1, 1), (99, 50)]);
+        assert!(layout.descriptors(Direction::DeviceToHost, &good).is_ok());
+        for (group, device, host, error) in [
+            (1, 1, 2, TransferError::UnknownGroup { group: 1, groups: 3 }),
+            (3, 1, 2, TransferError::UnknownGroup { group: 3, groups: 3 }),
+            (0, 0, 2, TransferError::DeviceBlock { id: 0, last: 99 }),
+            (0, 100, 2, TransferError::DeviceBlock { id: 100, last: 99 }),
+            (0, u32::MAX, 2, TransferError::DeviceBlock { id: u32::MAX, last: 99 }),
+            (0, 2, 0, TransferError::HostBlock { id: 0, last: 50 }),
+            (0, 2, 51, TransferError::HostBlock { id: 51, last: 50 }),
+        ] {
+            let wrong = [good.clone(), pairs(group, &[(device, host)])].concat();
+            assert_eq!(errors(&wrong), [error.clone(), error]);
+        }
+    }
+
+    #[test]
+    fn two_copies_to_one_place_are_an_error_two_copies_from_one_place_are_not() {
+        let layout = layout(&[segment(0, DEVICE, 64, 64, HOST), segment(1, 0, 64, 64, 0)]);
+        let store = |pairs: &[BlockPair]| layout.descriptors(Direction::DeviceToHost, pairs);
+        let load = |pairs: &[BlockPair]| layout.descriptors(Direction::HostToDevice, pairs);
+        let one_host = [pairs(0, &[(1, 7), (2, 5)]), pairs(1, &[(3, 7)])].concat();
+        let error = store(&one_host).unwrap_err();
+        assert_eq!(error, TransferError::DuplicateDestination { side: "host", id: 7 });
+        assert_eq!(error.to_string(), "host block 7 is the destination of two copies");
+        assert_eq!(load(&one_host).unwrap().total_bytes(), 3 * 64);
+        let one_device = pairs(0, &[(4, 1), (5, 2), (4, 3)]);
+        let error = load(&one_device).unwrap_err();
+        assert_eq!(error, TransferError::DuplicateDestination { side: "device", id: 4 });
+        assert_eq!(store(&one_device).unwrap().total_bytes(), 3 * 64);
+    }
+
+    #[test]
+    fn errors_name_the_id_and_the_bound() {
+        let device = TransferError::DeviceBlock { id: 100, last: 99 };
+        assert_eq!(
+            device.to_string(),
+            "device block 100 is not in this cache, whose blocks are 1..=99"
+        );
+        let host = TransferError::HostBlock { id: 51, last: 50 };
+        assert_eq!(host.to_string(), "host block 51 is not in this pool, whose blocks are 1..=50");
+        let group = TransferError::UnknownGroup { group: 3, groups: 2 };
+        assert_eq!(
+            group.to_string(),
+            "KV cache group 3 is not in this layout, whose groups are 0..2"
+        );
+    }
+
+    #[test]
+    fn segments_must_lie_in_a_region_to_the_last_byte() {
+        // 4 device blocks with gaps need 3 * 100 + 60 bytes, 5 host blocks 5 * 60.
+        let new = |device: Region, host: Region| {
+            let elsewhere = Region { start: 1 << 40, len: 1 << 20 };
+            let segments = [segment(0, 1000, 100, 60, 5000)];
+            BlockLayout::new(4, 5, &segments, &[elsewhere, device], &[elsewhere, host])
+        };
+        let device = Region { start: 1000, len: 360 };
+        let host = Region { start: 5000, len: 300 };
+        assert!(new(device, host).is_ok());
+        let out =
+            |side, start, end| Some(TransferError::OutOfRegion { segment: 0, side, start, end });
+        for wrong in [
+            Region { start: 1000, len: 359 },
+            Region { start: 1001, len: 1000 },
+            Region { start: 900, len: 459 },
+            Region { start: 1001, len: u64::MAX },
+        ] {
+            assert_eq!(new(wrong, host).err(), out("device", 1000, 1360));
+        }
+        for wrong in [Region { start: 5000, len: 299 }, Region { start: 5001, len: 300 }] {
+            assert_eq!(new(device, wrong).err(), out("host", 5000, 5300));
+        }
+        assert_eq!(
+            out("host", 0x1388, 0x14b4).unwrap().to_string(),
+            "segment 0: bytes 0x1388..0x14b4 on the host are in no registered region"
+        );
+    }
+
+    #[test]
+    fn segments_that_do_not_add_up_are_refused() {
+        let good = segment(0, 0, 64, 64, 0);
+        let bad = |segment: Segment| {
+            let Segment { stride, bytes, .. } = segment;
+            let layout = BlockLayout::new(100, 50, &[good, segment], &EVERYWHERE, &EVERYWHERE);
+            let error = TransferError::BadSegment { segment: 1, bytes, stride };
+            assert_eq!(layout.unwrap_err(), error);
+        };
+        bad(segment(0, 0, 64, 0, 0));
+        bad(segment(0, 0, 64, 65, 0));
+        bad(segment(0, 0, u64::MAX, 64, 0));
+        bad(segment(0, u64::MAX - 5, 64, 64, 0));
+        bad(segment(0, 0, 64, 64, u64::MAX - 5));
+        bad(segment(0, 0, 1 << 62, 1 << 62, 0));
+        bad(segment(0, i64::MAX as u64 - 5, 64, 64, 0));
+        let error = TransferError::BadSegment { segment: 1, bytes: 65, stride: 64 };
+        let text = "segment 1: 65 bytes per block with a stride of 64 do not add up";
+        assert_eq!(error.to_string(), text);
     }
 }
