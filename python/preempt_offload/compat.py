@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 from typing import TYPE_CHECKING, Any
+
+from preempt_offload.log import get_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 if importlib.util.find_spec("vllm") is not None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (

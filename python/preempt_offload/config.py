@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import logging
 from collections.abc import Mapping
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from preempt_offload.log import get_logger
+
+logger = get_logger(__name__)
 
 _BYTE_KEYS = ("cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 

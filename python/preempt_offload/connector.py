@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -15,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from preempt_offload import compat, host_memory
 from preempt_offload.config import OffloadConfig
+from preempt_offload.log import get_logger
 from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.offload_scheduler import OffloadScheduler
 from preempt_offload.offload_worker import OffloadWorker
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):

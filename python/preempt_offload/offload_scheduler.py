@@ -6,7 +6,6 @@ blocks, hands them to the workers in the step's metadata, and follows what they 
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from preempt_offload._core import (
     RequestTable,
     StateError,
 )
+from preempt_offload.log import get_logger
 from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.stats import SchedulerStats
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from preempt_offload._core import BlockPairs
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class OffloadScheduler:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from preempt_offload.devices import Device, Ended, HostDevice, Transfer, TransferResult
 from preempt_offload.kv_layout import CacheLayout
+from preempt_offload.log import get_logger
 from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.stats import WorkerStats
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from preempt_offload._core import BlockPairs, Direction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class OffloadWorker:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+from preempt_offload.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 NAME = "PreemptOffloadConnector"
 

@@ -1,0 +1,92 @@
+# make check   the quick loop: format, lints, types, Rust and Python units
+# make test    everything: check, loom, stress, and the end-to-end matrix on real vLLM
+# make demo    the same requests three ways on a real engine, and a table of what happened
+# make bench   criterion benches of the Rust core
+#
+# Needs Python 3.11 with venv, a Rust toolchain with cargo-nextest, and a C compiler. All else is
+# installed into .venv/ and target/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+UV := .venv/uv/bin/uv
+DEV := .venv/dev
+ENGINE := .venv/vllm-0.23.0
+RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml README.md $(wildcard rust/*.rs)
+PACKAGE := $(RUST_SOURCES) $(wildcard python/preempt_offload/*)
+WHEEL := target/wheels/.built
+
+# Prints how long each part of a longer target took.
+PART = @part() { echo "== $$1"; local start=$$SECONDS; shift; "$$@"; \
+	echo "== done in $$((SECONDS - start)) s"; }; part
+
+.PHONY: check format lint rust-test python-test loom stress e2e test demo bench lock clean
+
+check: lint rust-test python-test
+
+format: $(DEV)/.ready
+	cargo fmt
+	$(DEV)/bin/ruff format python tests benchmarks examples
+	$(DEV)/bin/ruff check --fix python tests benchmarks examples
+
+lint: $(DEV)/.ready
+	$(PART) "format" bash -c 'cargo fmt --check && $(DEV)/bin/ruff format --check python tests benchmarks examples'
+	$(PART) "lints" bash -c 'cargo clippy --all-targets -- -D warnings && \
+		PYO3_PYTHON=$(CURDIR)/$(DEV)/bin/python cargo clippy --features python -- -D warnings && \
+		$(DEV)/bin/ruff check python tests benchmarks examples'
+	$(PART) "types" $(DEV)/bin/mypy
+
+rust-test:
+	$(PART) "Rust units, models and properties" cargo nextest run
+
+python-test: $(DEV)/.installed
+	$(PART) "Python units" $(DEV)/bin/pytest tests/unit -q
+
+loom:
+	$(PART) "loom: every interleaving of small cases" \
+		env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release --test loom
+
+stress:
+	$(PART) "stress: many threads on one pool" cargo test --release --test stress -- --nocapture
+
+e2e: $(ENGINE)/.installed
+	$(PART) "end to end on vLLM 0.23.0" $(ENGINE)/bin/pytest tests/e2e -n 2 --dist loadfile
+
+test: check loom stress e2e
+
+demo: $(ENGINE)/.installed
+	$(ENGINE)/bin/preempt-offload demo
+
+bench:
+	cargo bench
+
+lock: $(UV)
+	$(UV) pip compile -q --universal --no-header --python-version 3.11 environments/dev.in -o environments/dev.txt
+	$(UV) pip compile -q --no-header --python-version 3.11 environments/vllm-0.23.0.in \
+		--override environments/vllm-0.23.0.overrides.txt -o environments/vllm-0.23.0.txt
+
+clean:
+	rm -rf target .venv
+
+# ---- environments ----
+
+$(UV):
+	$(PYTHON) -m venv .venv/uv
+	.venv/uv/bin/pip install -q --disable-pip-version-check uv==0.13.9
+
+.venv/%/.ready: environments/%.txt $(UV)
+	$(UV) venv -q --clear --python $(PYTHON) .venv/$*
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r environments/$*.txt
+	touch $@
+
+$(WHEEL): $(PACKAGE) $(DEV)/.ready
+	rm -rf target/wheels
+	$(DEV)/bin/maturin build -q --release --out target/wheels --interpreter $(DEV)/bin/python
+	touch $@
+
+.venv/%/.installed: $(WHEEL) .venv/%/.ready
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps --reinstall target/wheels/*.whl
+	touch $@
+
+.PRECIOUS: .venv/%/.ready .venv/%/.installed $(WHEEL)
