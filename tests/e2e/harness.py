@@ -1,0 +1,284 @@
+"""A real vLLM engine, driven step by step and watched from outside."""
+
+import contextlib
+import dataclasses
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    OMP_NUM_THREADS="1",
+    # The tiny model gains nothing from torch.compile, and every start would lose 20 s to it.
+    TORCHDYNAMO_DISABLE="1",
+)
+
+import async_on_cpu
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from preempt_offload import compat
+from preempt_offload.observe import SchedulerObserver
+
+async_on_cpu.allow()
+
+BLOCK = 16
+VOCABULARY = 512
+# Engine steps that no request in these tests comes near: what takes longer hangs.
+MOST_STEPS = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request: its prompt, how many tokens it generates, its priority (lower is better)."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+
+
+def random_prompt(rng, length):
+    return tuple(int(token) for token in rng.integers(3, VOCABULARY, length))
+
+
+def jobs(seed, lengths, max_tokens, *, shared_prefix=0):
+    """Jobs with random prompts of these lengths, the first tokens the same in all."""
+    rng = np.random.default_rng(seed)
+    prefix = random_prompt(rng, shared_prefix)
+    return tuple(
+        Job(prefix + random_prompt(rng, length - shared_prefix), max_tokens) for length in lengths
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Preemption:
+    """A victim, and the tokens it had computed once the steps under way were through."""
+
+    job: int
+    num_computed: int
+    step_under_way: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Restore:
+    """A load: tokens ``start`` to ``end``, of which those before ``start`` were found locally."""
+
+    job: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came out, by job, and what happened on the way."""
+
+    tokens: dict[int, list[int]]
+    finish_reasons: dict[int, str | None]
+    stop_reasons: dict[int, str | int | None]
+    preemptions: list[Preemption]
+    restores: list[Restore]
+    recomputed_tokens: int
+    stats: object | None
+    bytes_stored: int
+    bytes_loaded: int
+
+    @property
+    def restored_tokens(self):
+        return sum(restore.end - restore.start for restore in self.restores)
+
+
+class Engine:
+    """An in-process engine with a KV cache of ``num_blocks`` blocks of 16 tokens.
+
+    Args:
+        model: The checkpoint's folder.
+        num_blocks: Device blocks, null block included.
+        offload: Our ``kv_connector_extra_config``; ``None`` runs vLLM without us.
+        role: ``kv_role`` in the transfer config.
+        engine_args: Further arguments of ``vllm.LLM``.
+    """
+
+    def __init__(self, model, num_blocks, *, offload=None, role="kv_both", **engine_args):
+        if offload is not None:
+            transfer = {
+                "kv_connector": "PreemptOffloadConnector",
+                "kv_role": role,
+                "kv_connector_extra_config": offload,
+            }
+            engine_args = {
+                "scheduler_cls": "preempt_offload.RecomputeScheduler",
+                "kv_transfer_config": transfer,
+            } | engine_args
+        defaults = {
+            "async_scheduling": False,
+            "enable_prefix_caching": False,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 32,
+        }
+        self._llm = LLM(
+            str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK,
+            num_gpu_blocks_override=num_blocks,
+            disable_log_stats=True,
+            **(defaults | engine_args),
+        )
+        self.engine = self._llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.is_async = self.core.batch_queue is not None
+        self.observer = SchedulerObserver(self.scheduler)
+        connector = compat.find_offload_connector(self.scheduler.connector)
+        self.offload = connector and connector.scheduler
+        self.worker = connector and compat.find_offload_connector(get_kv_transfer_group()).worker
+        self.device_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._watch()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.engine.engine_core.shutdown()
+
+    def _watch(self):
+        """Records every preemption and every restore as it is decided."""
+        self.preemptions, self.restores = [], []
+        preempt = self.scheduler._preempt_request
+
+        def preempt_request(request, *args, **kwargs):
+            under_way = request.num_output_placeholders > 0
+            self.preemptions.append(
+                Preemption(job_of(request.request_id), request.num_computed_tokens, under_way)
+            )
+            return preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = preempt_request
+        if self.offload is None:
+            return
+        after_alloc = self.offload.update_state_after_alloc
+
+        def update_state_after_alloc(request, block_ids, num_external_tokens):
+            status = self.offload.table.status(request.request_id)
+            if num_external_tokens > 0:
+                end = min(status[1], request.num_tokens - 1)
+                restore = Restore(job_of(request.request_id), end - num_external_tokens, end)
+                self.restores.append(restore)
+            after_alloc(request, block_ids, num_external_tokens)
+
+        self.offload.update_state_after_alloc = update_state_after_alloc
+
+    def request_id(self, job):
+        """The engine's own id of a job, while it has one."""
+        return next((i for i in self.scheduler.requests if job_of(i) == job), None)
+
+    def state(self, job):
+        """Where the job's KV is, by our table: a state's name or ``None``."""
+        request_id = self.request_id(job)
+        status = request_id and self.offload.table.status(request_id)
+        return status and status[0]
+
+    def abort(self, job):
+        """A client goes away between two steps."""
+        self.engine.abort_request([str(job)])
+
+    def abort_within_step(self, job):
+        """A client goes away while a step runs: the engine hears of it before its output."""
+        self.core.aborts_queue.put([self.request_id(job)])
+
+    def run(self, all_jobs, *, before_step=None, after_schedule=None):
+        """Runs jobs to their end, then checks that nothing is left of them.
+
+        Args:
+            all_jobs: Jobs, known by their place in this list.
+            before_step: Called before every step.
+            after_schedule: Called in every step between ``schedule()`` and the forward.
+        """
+        outputs = {}
+        self.preemptions.clear()
+        self.restores.clear()
+        self.observer.clear()
+        bytes_before = self._bytes()
+        for i, job in enumerate(all_jobs):
+            params = SamplingParams(
+                temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
+            )
+            prompt = {"prompt_token_ids": list(job.prompt)}
+            self.engine.add_request(str(i), prompt, params, priority=job.priority)
+        with self._after_schedule(after_schedule):
+            for _ in range(MOST_STEPS):
+                if not self.engine.has_unfinished_requests():
+                    break
+                if before_step:
+                    before_step()
+                outputs |= {int(out.request_id): out for out in self.engine.step()}
+            else:
+                raise AssertionError(f"jobs hang: {self._whereabouts()}")
+        self.settle()
+        self.check_nothing_left()
+        stored, loaded = self._bytes()
+        completions = {i: out.outputs[0] for i, out in outputs.items()}
+        num_tokens = sum(
+            len(all_jobs[i].prompt) + len(out.token_ids) - 1 for i, out in completions.items()
+        )
+        return Outcome(
+            tokens={i: list(out.token_ids) for i, out in completions.items()},
+            finish_reasons={i: out.finish_reason for i, out in completions.items()},
+            stop_reasons={i: out.stop_reason for i, out in completions.items()},
+            preemptions=list(self.preemptions),
+            restores=list(self.restores),
+            recomputed_tokens=self.observer.recomputed_tokens(num_tokens),
+            stats=self.offload and self.offload.stats,
+            bytes_stored=stored - bytes_before[0],
+            bytes_loaded=loaded - bytes_before[1],
+        )
+
+    def settle(self):
+        """Steps until the engine has nothing to do at all."""
+        for _ in range(MOST_STEPS):
+            if not self.scheduler.has_requests() and not self.core.batch_queue:
+                return
+            self.engine.step()
+        raise AssertionError("the engine never comes to rest")
+
+    def check_nothing_left(self):
+        """Every block is back, on both sides, and no state outlives its request."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.device_blocks
+        assert not self.scheduler.requests
+        if self.offload is not None:
+            host = self.offload.pool
+            assert host.num_free + host.num_evictable == host.capacity
+            assert not any(self.offload.table.counts().values())
+            assert not self.offload.has_pending_transfers()
+
+    def _bytes(self):
+        stats = self.worker and self.worker.stats
+        return (stats.bytes_stored, stats.bytes_loaded) if stats else (0, 0)
+
+    @contextlib.contextmanager
+    def _after_schedule(self, hook):
+        schedule = self.scheduler.schedule
+
+        def hooked():
+            output = schedule()
+            hook()
+            return output
+
+        if hook:
+            self.scheduler.schedule = hooked
+        yield
+        self.scheduler.schedule = schedule
+
+    def _whereabouts(self):
+        return {
+            job_of(i): (request.status.name, request.num_computed_tokens, self.state(job_of(i)))
+            for i, request in self.scheduler.requests.items()
+        }
+
+
+def job_of(request_id):
+    """The job behind an engine's request id, which is its number and a random suffix."""
+    return int(request_id.split("-")[0])

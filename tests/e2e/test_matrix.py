@@ -1,0 +1,47 @@
+"""Many requests under heavy pressure, in every mode: the outputs of an undisturbed run."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from harness import Engine, jobs
+
+# 28 requests; half of the prompts' tokens are shared by all of them.
+JOBS = jobs(seed=7, lengths=[60 + 9 * i % 140 for i in range(28)], max_tokens=90, shared_prefix=40)
+
+
+@pytest.mark.parametrize(
+    ("async_scheduling", "prefix_caching", "share"),
+    [
+        pytest.param(
+            *mode, id="-".join(itertools.compress(("async", "prefix", "share"), mode)) or "plain"
+        )
+        for mode in itertools.product((False, True), repeat=3)
+    ],
+)
+def test_outputs_equal_those_of_a_run_never_preempted(
+    model, undisturbed, record, async_scheduling, prefix_caching, share
+):
+    with Engine(
+        model,
+        60,
+        offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": share},
+        async_scheduling=async_scheduling,
+        enable_prefix_caching=prefix_caching,
+    ) as engine:
+        outcome = engine.run(JOBS)
+    record(outcome, JOBS)
+    assert outcome.tokens == undisturbed(JOBS)
+    assert all(reason == "length" for reason in outcome.finish_reasons.values())
+
+    victims = Counter(preemption.job for preemption in outcome.preemptions)
+    assert len(outcome.preemptions) >= 10
+    assert max(victims.values()) >= 2, "no request was preempted more than once"
+    assert any(p.step_under_way for p in outcome.preemptions) == async_scheduling
+    assert outcome.stats.preserved == len(outcome.preemptions)
+    assert outcome.restored_tokens > 0
+    assert outcome.bytes_stored > 0
+    assert outcome.bytes_loaded > 0
+    assert outcome.recomputed_tokens == 0
+    if share:
+        assert outcome.stats.shared_blocks > 0
