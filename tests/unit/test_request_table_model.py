@@ -13,7 +13,7 @@ from unit_support import plan, pool_state
 
 from preempt_offload._core import BlockPool, CapacityError, RequestTable, StateError
 
-CAPACITY = 10
+CAPACITY = 12
 BLOCK_TOKENS = (2, 3)
 IDS = "abcde"
 

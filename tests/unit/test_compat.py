@@ -1,0 +1,98 @@
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from preempt_offload import compat
+
+
+def test_this_environment_has_no_vllm():
+    assert importlib.util.find_spec("vllm") is None
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.23.0+cpu", "0.23.0rc2", "0.23.0.post1"])
+def test_the_tested_version_passes_in_silence(log, version):
+    compat.check_version(version)
+    assert not log.records
+
+
+@pytest.mark.parametrize("version", ["0.23.1", "0.23.17.dev3+gabc"])
+def test_an_untested_version_in_range_warns(log, version):
+    compat.check_version(version)
+    (record,) = log.records
+    assert record.levelname == "WARNING"
+    assert "untested" in record.getMessage()
+    assert version in record.getMessage()
+
+
+@pytest.mark.parametrize("version", ["0.22.9", "0.9.2", "0.24.0", "0.24.0rc1", "1.0.0", "1.23.0"])
+def test_a_version_out_of_range_is_refused_with_the_range(version):
+    with pytest.raises(ImportError, match=r"supports vLLM 0\.23 to 0\.23; this is") as caught:
+        compat.check_version(version)
+    assert version in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["dev", "", "v0.23.0", "0.23"])
+def test_a_version_that_is_none_warns(log, version):
+    compat.check_version(version)
+    (record,) = log.records
+    assert record.levelname == "WARNING"
+    assert repr(version) in record.getMessage()
+
+
+def test_the_offload_connector_is_found_by_its_hook():
+    hook = SimpleNamespace(update_state_before_preempt=None)
+    other = SimpleNamespace()
+    assert compat.find_offload_connector(hook) is hook
+    assert compat.find_offload_connector(other) is None
+    assert compat.find_offload_connector(None) is None
+    multi = SimpleNamespace(_connectors=[other, hook])
+    assert compat.find_offload_connector(multi) is hook
+    assert compat.find_offload_connector(SimpleNamespace(_connectors=[other, multi])) is hook
+    assert compat.find_offload_connector(SimpleNamespace(_connectors=[other])) is None
+
+
+class Scheduler:
+    """A scheduler of somebody else's."""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "advised"),
+    [
+        (None, True),
+        ("vllm.v1.core.sched.scheduler.Scheduler", True),
+        ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", True),
+        ("preempt_offload.RecomputeScheduler", False),
+        ("vllm_ascend.core.recompute_scheduler.RecomputeScheduler", False),
+        (Scheduler, False),
+    ],
+)
+def test_advice_is_for_those_whose_scheduler_never_asks(chosen, advised):
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=chosen))
+    advice = compat.scheduler_advice(config)
+    assert (advice is not None) is advised
+    if advised:
+        assert "--scheduler-cls preempt_offload.RecomputeScheduler" in advice
+
+
+def test_a_scheduler_class_of_vllm_is_advised_against_too():
+    stock = type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"})
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=stock))
+    assert "--scheduler-cls" in compat.scheduler_advice(config)
+
+
+def test_under_vllm_ascend_the_advice_is_its_own_switch_in_both_places(monkeypatch, tmp_path):
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    assert (
+        '--additional-config \'{"recompute_scheduler_enable": true, '
+        '"scheduler_config": {"recompute_scheduler_enable": true}}\''
+    ) in compat.scheduler_advice(config)
+
+
+def test_bytes_of_a_block_are_those_of_all_tensors():
+    tensors = [SimpleNamespace(size=1000), SimpleNamespace(size=600)]
+    config = SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10)
+    assert compat.block_bytes(config) == 160
