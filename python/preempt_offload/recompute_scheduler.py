@@ -138,15 +138,17 @@ class RecomputeScheduler(Scheduler):
         Running requests that have to give up their KV for it are not preserved: what
         makes a reset necessary, new weights for example, makes their KV invalid.
         """
+        done = False
         self._dropping_kv = True
         try:
             if reset_running_requests:
                 self._abandon_loads()
             done = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
         finally:
+            # Even if vLLM could not finish what it was told: its requests lost their KV.
             self._dropping_kv = False
-        if self._offload is not None and (done or reset_running_requests):
-            self._offload.reset_cache()
+            if self._offload is not None and (done or reset_running_requests):
+                self._offload.reset_cache()
         return done
 
     def _abandon_loads(self) -> None:

@@ -12,11 +12,11 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",
 )
 
-import async_on_cpu
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+import async_on_cpu
 from preempt_offload import compat
 from preempt_offload.observe import SchedulerObserver
 
@@ -30,11 +30,12 @@ MOST_STEPS = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A request: its prompt, how many tokens it generates, its priority (lower is better)."""
+    """A request: what it asks for, its priority (lower is better), the step it comes at."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     priority: int = 0
+    arrival: int = 0
 
 
 def random_prompt(rng, length):
@@ -94,17 +95,17 @@ class Engine:
         model: The checkpoint's folder.
         num_blocks: Device blocks, null block included.
         offload: Our ``kv_connector_extra_config``; ``None`` runs vLLM without us.
-        role: ``kv_role`` in the transfer config.
+        transfer: Further keys of the transfer config.
         engine_args: Further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, model, num_blocks, *, offload=None, role="kv_both", **engine_args):
+    def __init__(self, model, num_blocks, *, offload=None, transfer=None, **engine_args):
         if offload is not None:
             transfer = {
                 "kv_connector": "PreemptOffloadConnector",
-                "kv_role": role,
+                "kv_role": "kv_both",
                 "kv_connector_extra_config": offload,
-            }
+            } | (transfer or {})
             engine_args = {
                 "scheduler_cls": "preempt_offload.RecomputeScheduler",
                 "kv_transfer_config": transfer,
@@ -145,7 +146,7 @@ class Engine:
 
     def _watch(self):
         """Records every preemption and every restore as it is decided."""
-        self.preemptions, self.restores = [], []
+        self.preemptions, self.restores, self._aborted_within_step = [], [], []
         preempt = self.scheduler._preempt_request
 
         def preempt_request(request, *args, **kwargs):
@@ -187,6 +188,7 @@ class Engine:
     def abort_within_step(self, job):
         """A client goes away while a step runs: the engine hears of it before its output."""
         self.core.aborts_queue.put([self.request_id(job)])
+        self._aborted_within_step.append(str(job))
 
     def run(self, all_jobs, *, before_step=None, after_schedule=None):
         """Runs jobs to their end, then checks that nothing is left of them.
@@ -201,19 +203,18 @@ class Engine:
         self.restores.clear()
         self.observer.clear()
         bytes_before = self._bytes()
-        for i, job in enumerate(all_jobs):
-            params = SamplingParams(
-                temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
-            )
-            prompt = {"prompt_token_ids": list(job.prompt)}
-            self.engine.add_request(str(i), prompt, params, priority=job.priority)
+        to_come = sorted(enumerate(all_jobs), key=lambda entry: entry[1].arrival)
         with self._after_schedule(after_schedule):
-            for _ in range(MOST_STEPS):
-                if not self.engine.has_unfinished_requests():
+            for step in range(MOST_STEPS):
+                while to_come and to_come[0][1].arrival <= step:
+                    self._add(*to_come.pop(0))
+                if not to_come and not self.engine.has_unfinished_requests():
                     break
                 if before_step:
                     before_step()
                 outputs |= {int(out.request_id): out for out in self.engine.step()}
+                self.engine.abort_request(self._aborted_within_step)
+                self._aborted_within_step.clear()
             else:
                 raise AssertionError(f"jobs hang: {self._whereabouts()}")
         self.settle()
@@ -234,6 +235,13 @@ class Engine:
             bytes_stored=stored - bytes_before[0],
             bytes_loaded=loaded - bytes_before[1],
         )
+
+    def _add(self, i, job):
+        params = SamplingParams(
+            temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
+        )
+        prompt = {"prompt_token_ids": list(job.prompt)}
+        self.engine.add_request(str(i), prompt, params, priority=job.priority)
 
     def settle(self):
         """Steps until the engine has nothing to do at all."""

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
+
 from harness import Engine, jobs
 
 # 28 requests; half of the prompts' tokens are shared by all of them.

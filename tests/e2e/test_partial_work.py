@@ -1,13 +1,12 @@
 """Requests preempted within their prompt, or partly found in the device's prefix cache."""
 
 import pytest
+
 from harness import BLOCK, Engine, jobs
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_preempted_in_the_middle_of_a_chunked_prefill(
-    model, undisturbed, record, async_scheduling
-):
+def test_preempted_in_the_middle_of_a_chunked_prefill(model, undisturbed, record, async_scheduling):
     # Prompts longer than a step's tokens, and a pool that runs out while some are half done.
     # Admission would normally wait for room for the whole prompt; without that reservation,
     # prompts are preempted as on a decode node that others push aside.

@@ -1,6 +1,7 @@
 """Requests preempted after exactly so many tokens, at every place within a block."""
 
 import pytest
+
 from harness import BLOCK, Engine, jobs
 
 

@@ -1,0 +1,64 @@
+"""``kv_role="kv_consumer"``: what cannot be preserved goes back to the proxy."""
+
+import pytest
+
+from harness import Engine, Job, jobs
+
+CROWD = jobs(seed=13, lengths=[60 + 13 * i % 120 for i in range(24)], max_tokens=80)
+CONSUMER = {"kv_role": "kv_consumer"}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_unpreserved_requests_are_returned_and_can_be_resent(
+    model, undisturbed, record, async_scheduling
+):
+    with Engine(
+        model,
+        60,
+        offload={"cpu_bytes_to_use_per_rank": 20 * 24576},
+        transfer=CONSUMER,
+        async_scheduling=async_scheduling,
+    ) as engine:
+        outcome = engine.run(CROWD)
+        returned = [i for i, reason in outcome.stop_reasons.items() if reason == "recomputed"]
+        # What a proxy does with them: the prompt and what has come so far, as a new prompt.
+        resent = tuple(
+            Job(CROWD[i].prompt + tuple(out), CROWD[i].max_tokens - len(out))
+            for i, out in ((i, outcome.tokens[i]) for i in returned)
+        )
+        again = engine.run(resent[:4])
+    record(outcome, CROWD)
+
+    assert returned, "every request was preserved"
+    assert outcome.stats.not_preserved == len(returned)
+    assert outcome.restored_tokens > 0, "no request was preserved"
+    assert outcome.recomputed_tokens == 0
+    expected = undisturbed(CROWD)
+    for i, tokens in outcome.tokens.items():
+        if i in returned:
+            assert outcome.finish_reasons[i] == "stop"
+            assert tokens == expected[i][: len(tokens)]
+        else:
+            assert outcome.finish_reasons[i] == "length"
+            assert tokens == expected[i]
+    assert not any(again.stop_reasons.values())
+    for i, job in zip(again.tokens, returned, strict=False):
+        assert outcome.tokens[job] + again.tokens[i] == expected[job]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_with_enough_host_memory_nothing_is_returned(model, undisturbed, record, async_scheduling):
+    with Engine(
+        model,
+        60,
+        offload={"offload_host_memory_ratio": 4},
+        transfer=CONSUMER,
+        async_scheduling=async_scheduling,
+    ) as engine:
+        outcome = engine.run(CROWD)
+    record(outcome, CROWD)
+    assert outcome.preemptions
+    assert outcome.restored_tokens > 0
+    assert outcome.recomputed_tokens == 0
+    assert outcome.tokens == undisturbed(CROWD)
+    assert not any(outcome.stop_reasons.values())

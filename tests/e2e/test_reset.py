@@ -1,0 +1,83 @@
+"""``reset_prefix_cache``: after new weights, for example, no old KV may come back."""
+
+import pytest
+
+from harness import Engine, jobs
+
+CROWD = jobs(seed=19, lengths=[60 + 19 * i % 130 for i in range(24)], max_tokens=80)
+RUNNING = {"reset_running_requests": True}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def engine(model, request):
+    with Engine(
+        model,
+        60,
+        offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": True},
+        async_scheduling=request.param,
+        enable_prefix_caching=True,
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("situation", ["Ready", "Mirrored", "loaded", "loading"])
+def test_running_requests_start_again_and_nothing_old_is_restored(
+    engine, undisturbed, record, situation
+):
+    resets = []
+
+    def someone_is():
+        if situation in ("Ready", "Mirrored"):
+            return engine.offload.table.counts()[situation] > 0 and not loads_under_way()
+        waiting = [r for r in engine.scheduler.skipped_waiting if r.status.name.endswith("KVS")]
+        if situation == "loading":
+            return bool(loads_under_way())
+        return bool(waiting) and not loads_under_way()
+
+    def loads_under_way():
+        return [job for job in range(len(CROWD)) if engine.state(job) == "Loading"]
+
+    def reset_once():
+        if resets or not someone_is():
+            return
+        if situation == "loading":
+            # As without us, vLLM cannot reset while KV is being received; but what comes
+            # in then must not be used either.
+            with pytest.raises(RuntimeError, match="remote KV transfer"):
+                engine.core.reset_prefix_cache(**RUNNING)
+        else:
+            assert engine.core.reset_prefix_cache(**RUNNING)
+        # If any of this came back, outputs would differ.
+        engine.worker._device._pool.fill_(0x41)
+        resets.append(len(engine.preemptions))
+        assert not any(
+            count for state, count in engine.offload.table.counts().items() if state != "Loading"
+        )
+        pool = engine.offload.pool
+        assert pool.num_evictable == 0
+
+    if situation == "loading" and not engine.is_async:
+        pytest.skip("between two steps of a synchronous engine no load is under way")
+    outcome = engine.run(CROWD, before_step=reset_once)
+    record(outcome, CROWD)
+    assert resets, f"no moment at which a request was {situation}"
+    assert outcome.recomputed_tokens > 0
+    assert len(outcome.preemptions) > resets[0], "nothing was preserved after the reset"
+    assert outcome.tokens == undisturbed(CROWD)
+
+
+def test_a_reset_that_vllm_refuses_keeps_everything(engine, undisturbed, record):
+    """Running requests keep their KV then, so preserved ones may, too."""
+    refused = []
+
+    def reset():
+        if engine.offload.table.counts()["Ready"] and not refused:
+            before = engine.offload.table.counts()
+            refused.append(engine.core.reset_prefix_cache())
+            assert engine.offload.table.counts() == before
+
+    outcome = engine.run(CROWD, before_step=reset)
+    record(outcome, CROWD)
+    assert refused == [False]
+    assert outcome.tokens == undisturbed(CROWD)
+    assert outcome.recomputed_tokens == 0
