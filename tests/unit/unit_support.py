@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from preempt_offload._core import BlockLayout
-from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
+from preempt_offload.metadata import OffloadWorkerMetadata
 from preempt_offload.offload_scheduler import OffloadScheduler
 
 ADVICE = "Use the right scheduler."
@@ -77,10 +77,10 @@ class Scene:
 
     # ---- the workers' side ----
 
-    def report_store(self, meta: OffloadMetadata, ok=True, ranks=None):
-        """Workers report the store of ``meta``, in one step per rank."""
+    def report_store(self, event, ok=True, ranks=None):
+        """Workers report the stores of ``event``, in one step per rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            report = OffloadWorkerMetadata({meta.store_event: {rank: ok}})
+            report = OffloadWorkerMetadata({event: {rank: ok}})
             self.scheduler.update_connector_output(report, ())
 
     def report_loads(self, *request_ids, failed=()):
@@ -94,7 +94,7 @@ class Scene:
         """Preempts ``request`` and stores it on every rank; returns the step's metadata."""
         assert self.preempt(request, blocks, num_computed_tokens)
         meta = self.step()
-        self.report_store(meta)
+        self.report_store(meta.store_event)
         return meta
 
     def restore(self, request, blocks, num_computed_tokens=0):
