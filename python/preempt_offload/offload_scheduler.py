@@ -69,6 +69,8 @@ class OffloadScheduler:
         self._load_requests: list[str] = []
         self._storing: dict[int, list[str]] = {}
         self._loading: set[str] = set()
+        # Requests whose load is through, but which have not been scheduled since.
+        self._landed: set[str] = set()
 
     # ---- hooks of the recompute scheduler ----
 
@@ -155,9 +157,14 @@ class OffloadScheduler:
         """Tokens that can be restored beyond ``num_computed_tokens``; changes nothing.
 
         Returns:
-            ``(None, False)`` while the store is under way, ``(0, False)`` if there is
+            ``(None, False)`` if the request has to wait, ``(0, False)`` if there is
             nothing to restore, else the number of tokens and ``True``.
         """
+        if self._landed and request.request_id not in self._landed:
+            # A restored request holds device blocks and is not running yet. vLLM stops at
+            # the first waiting request that finds too few blocks free; if that one came
+            # before the restored one in the queue, neither would ever run.
+            return None, False
         status = self.table.status(request.request_id)
         if status is None:
             self._warn_of_no_op(request)
@@ -183,6 +190,7 @@ class OffloadScheduler:
         restoring it, and once more when it runs after its load.
         """
         request_id = request.request_id
+        self._landed.discard(request_id)
         status = self.table.status(request_id)
         if status is None or status[0] != "Ready":
             return
@@ -243,10 +251,13 @@ class OffloadScheduler:
                         self._complete_stores(event, decided)
         for request_id in self._loading.intersection(finished_recving):
             self._loading.discard(request_id)
+            if self.table.status(request_id) is not None:
+                self._landed.add(request_id)
             self.table.finish_load(request_id, request_id not in failed_loads)
 
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
+        self._landed.discard(request_id)
         self.table.release(request_id)
 
     def reset_cache(self) -> bool:
