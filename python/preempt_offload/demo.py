@@ -204,6 +204,7 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
 
 def _run(folder: Path, model: Path, workload: Workload, spec: RunSpec, label: str) -> RunResult:
     """Carries out one run in a process of its own, showing its progress."""
+    print(f"{label}: {spec.title}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     log, result = folder / "log", folder / "result.json"
     result.unlink(missing_ok=True)
@@ -223,8 +224,7 @@ def _run(folder: Path, model: Path, workload: Workload, spec: RunSpec, label: st
     os.close(writer)
     try:
         with os.fdopen(reader, "rb", buffering=0) as progress:
-            total = len(workload.prompts) * OUTPUT_TOKENS
-            _show_progress(progress.fileno(), total, f"{label}: {spec.title}")
+            _show_progress(progress.fileno(), len(workload.prompts) * OUTPUT_TOKENS)
         code = child.wait()
     finally:
         if child.poll() is None:
@@ -237,28 +237,26 @@ def _run(folder: Path, model: Path, workload: Workload, spec: RunSpec, label: st
     return RunResult(**json.loads(result.read_text()))
 
 
-def _show_progress(reader: int, total: int, title: str) -> None:
+def _show_progress(reader: int, total: int) -> None:
     """Shows the numbers that arrive at ``reader`` as a bar, until it is closed.
 
-    Where standard error is not a terminal, prints a line at the start and one at the end.
+    Where standard error is not a terminal, prints the time in the end instead.
     """
     from tqdm import tqdm
 
-    on_terminal = sys.stderr.isatty()
-    if not on_terminal:
-        print(f"{title} ...", file=sys.stderr, flush=True)
     start = time.monotonic()
+    on_terminal = sys.stderr.isatty()
     with tqdm(
         total=total,
-        desc=f"{title}: starting the engine",
+        desc="  starting the engine",
         bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}",
         dynamic_ncols=True,
         disable=not on_terminal,
     ) as bar:
         rest = b""
         while True:
-            # Refreshed while nothing arrives, for the clock.
             if not select.select([reader], [], [], 0.5)[0]:
+                # Nothing has arrived; the clock goes on.
                 bar.refresh()
                 continue
             chunk = os.read(reader, 65536)
@@ -266,11 +264,10 @@ def _show_progress(reader: int, total: int, title: str) -> None:
                 break
             *numbers, rest = (rest + chunk).split(b"\n")
             if numbers:
-                bar.set_description_str(title, refresh=False)
+                bar.set_description_str("  generating", refresh=False)
                 bar.update(int(numbers[-1]) - bar.n)
     if not on_terminal:
-        seconds = time.monotonic() - start
-        print(f"{title} ... done in {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 # ---- the table ----
