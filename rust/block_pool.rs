@@ -223,7 +223,8 @@ impl BlockPool {
         }
         let mut word = self.hint.load(Ordering::Relaxed);
         loop {
-            let mut seen = self.free_bits[word].load(Ordering::Relaxed);
+            // What another thread took here, it left elsewhere: so see what it has done.
+            let mut seen = self.free_bits[word].load(Ordering::Acquire);
             while seen != 0 && ids.len() < n {
                 let wanted = lowest_bits(seen, n - ids.len());
                 let before = self.free_bits[word].fetch_and(!wanted, Ordering::AcqRel);
@@ -241,8 +242,6 @@ impl BlockPool {
                 return ids;
             }
             word = (word + 1) % self.free_bits.len();
-            #[cfg(loom)]
-            loom::thread::yield_now();
         }
     }
 
@@ -413,26 +412,36 @@ impl BlockPool {
     /// Frees up to `n` evictable blocks, the longest unused first; returns how many.
     pub fn evict(&self, n: usize) -> usize {
         let Some(index) = &self.index else { return 0 };
-        let mut oldest: Vec<(u64, BlockId)> = (1..=self.capacity as BlockId)
-            .filter(|&id| self.states[id as usize - 1].load(Ordering::Acquire) == INDEXED)
-            .map(|id| (index.stamp(id), id))
-            .collect();
-        if n < oldest.len() {
-            oldest.select_nth_unstable(n);
-            oldest.truncate(n);
-        }
         let mut evicted = 0;
-        for (_, id) in oldest {
-            let state = &self.states[id as usize - 1];
-            let won = state.compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire);
-            if won.is_ok() {
-                index.evictable.fetch_sub(1, Ordering::AcqRel);
-                index.remove(id);
-                self.free_block(id);
-                evicted += 1;
+        loop {
+            let mut oldest: Vec<(u64, BlockId)> = (1..=self.capacity as BlockId)
+                .filter(|&id| self.states[id as usize - 1].load(Ordering::Acquire) == INDEXED)
+                .map(|id| (index.stamp(id), id))
+                .collect();
+            let wanted = n - evicted;
+            if wanted < oldest.len() {
+                oldest.select_nth_unstable(wanted);
+                oldest.truncate(wanted);
+            }
+            let mut lost = false;
+            for (_, id) in oldest {
+                let state = &self.states[id as usize - 1];
+                let won =
+                    state.compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire);
+                if won.is_ok() {
+                    index.evictable.fetch_sub(1, Ordering::AcqRel);
+                    index.remove(id);
+                    self.free_block(id);
+                    evicted += 1;
+                } else {
+                    lost = true;
+                }
+            }
+            // Where another thread was faster, the next oldest take the place.
+            if !lost {
+                return evicted;
             }
         }
-        evicted
     }
 
     /// Forgets every key: evictable blocks become free, and owned ones can't be found any
