@@ -27,14 +27,14 @@ check: lint rust-test python-test
 
 format: $(DEV)/.ready
 	cargo fmt
-	$(DEV)/bin/ruff format python tests benchmarks examples
-	$(DEV)/bin/ruff check --fix python tests benchmarks examples
+	$(DEV)/bin/ruff format python tests
+	$(DEV)/bin/ruff check --fix python tests
 
 lint: $(DEV)/.ready
-	$(PART) "format" bash -c 'cargo fmt --check && $(DEV)/bin/ruff format --check python tests benchmarks examples'
+	$(PART) "format" bash -c 'cargo fmt --check && $(DEV)/bin/ruff format --check python tests'
 	$(PART) "lints" bash -c 'cargo clippy --all-targets -- -D warnings && \
 		PYO3_PYTHON=$(CURDIR)/$(DEV)/bin/python cargo clippy --features python -- -D warnings && \
-		$(DEV)/bin/ruff check python tests benchmarks examples'
+		$(DEV)/bin/ruff check python tests'
 	$(PART) "types" $(DEV)/bin/mypy
 
 rust-test:
@@ -51,7 +51,7 @@ stress:
 	$(PART) "stress: many threads on one pool" cargo test --release --test stress -- --nocapture
 
 e2e: $(ENGINE)/.installed
-	$(PART) "end to end on vLLM 0.23.0" $(ENGINE)/bin/pytest tests/e2e -n 2 --dist loadfile
+	$(PART) "with the real vLLM 0.23.0" $(ENGINE)/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
 
 test: check loom stress e2e
 

@@ -37,6 +37,8 @@ __all__ = [
     "block_tokens",
     "check_version",
     "find_offload_connector",
+    "hides_data_parallel_size",
+    "recompute_flag",
     "scheduler_advice",
     "uncomputed_cached_blocks",
 ]
@@ -101,6 +103,17 @@ def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> lis
             )
         tokens.append(int(spec.block_size) * factor)
     return tokens
+
+
+def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:
+    """Whether this is a data-parallel rank that vLLM makes believe it is the only one.
+
+    vLLM runs the DP ranks of a model without experts as engines of their own, each with
+    ``data_parallel_size`` 1; only the engine id still tells.
+    """
+    engine_id = vllm_config.kv_transfer_config.engine_id or ""
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    return alone and re.search(r"_dp\d+$", engine_id) is not None
 
 
 def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[int]:

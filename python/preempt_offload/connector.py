@@ -60,6 +60,13 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             logger.info("PreemptOffloadConnector uses %s", budget)
+            if budget.source == "cpu_bytes_to_use" and compat.hides_data_parallel_size(vllm_config):
+                logger.warning(
+                    "cpu_bytes_to_use is not divided by the data-parallel size here, because vLLM "
+                    "runs the DP ranks of this model as engines of their own: each rank takes %d "
+                    "bytes. Use cpu_bytes_to_use_per_rank to say what each may take",
+                    budget.bytes_per_rank,
+                )
             advice = compat.scheduler_advice(vllm_config)
             if advice is not None:
                 logger.warning("%s", advice)
