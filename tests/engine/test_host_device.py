@@ -1,0 +1,140 @@
+"""Stores and loads of real tensors, compared block by block and byte by byte."""
+
+import numpy as np
+import pytest
+import torch
+from engine_support import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    HEADS,
+    kv_cache_config,
+    random_,
+    storage_bytes,
+)
+
+from preempt_offload._core import AddressError
+from preempt_offload.devices import HostDevice
+from preempt_offload.kv_layout import CacheLayout
+
+N, HOST = 8, 6
+
+# How a cache is made, and which part of it is block ``b``.
+CACHES = {
+    "blocks first": (
+        lambda: torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE),
+        lambda cache, b: cache[b],
+    ),
+    "as on the CPU engine": (
+        lambda: torch.empty(N, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE),
+        lambda cache, b: cache[b],
+    ),
+    "K and V first": (
+        lambda: torch.empty(2, N, BLOCK_SIZE, HEADS, HEAD_SIZE),
+        lambda cache, b: cache[:, b],
+    ),
+    "K and V first, heads before tokens": (
+        lambda: torch.empty(2, N, HEADS, BLOCK_SIZE, HEAD_SIZE).transpose(2, 3),
+        lambda cache, b: cache[:, b],
+    ),
+    "K and V first, side by side": (
+        lambda: torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE).transpose(0, 1),
+        lambda cache, b: cache[:, b],
+    ),
+    "kernel blocks of 4 tokens": (
+        lambda: torch.empty(4 * N, 2, BLOCK_SIZE // 4, HEADS, HEAD_SIZE),
+        lambda cache, b: cache[4 * b : 4 * b + 4],
+    ),
+    "blocks apart": (
+        lambda: torch.empty(N, 3, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)[:, 1],
+        lambda cache, b: cache[b],
+    ),
+    "not from the start of the storage": (
+        lambda: torch.empty(N + 2, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)[2:],
+        lambda cache, b: cache[b],
+    ),
+}
+
+
+def pairs(*rows):
+    return np.array(rows, np.uint32).reshape(-1, 3)
+
+
+def device_for(caches, config, threads=2):
+    return HostDevice(CacheLayout.of(caches, config), num_host_blocks=HOST, threads=threads)
+
+
+@pytest.mark.parametrize(("make", "block"), CACHES.values(), ids=CACHES)
+def test_blocks_come_back_elsewhere_and_nothing_else_changes(make, block):
+    cache = random_(make(), seed=1)
+    config = kv_cache_config(["a"], num_blocks=N)
+    device = device_for({"a": cache}, config)
+    original = storage_bytes(cache)
+    stored = {b: block(cache, b).clone() for b in (1, 2, 5)}
+
+    result = device.begin("d2h", pairs((0, 1, 3), (0, 2, 4), (0, 5, 1))).poll()
+    assert result.ok
+    assert result.num_bytes == 3 * config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    assert torch.equal(storage_bytes(cache), original), "a store only reads"
+
+    random_(cache, seed=2)
+    expected = cache.clone(memory_format=torch.preserve_format)
+    overwritten = storage_bytes(cache)
+    assert device.begin("h2d", pairs((0, 7, 3), (0, 2, 4), (0, 4, 1))).poll().ok
+    for to, of in [(7, 1), (2, 2), (4, 5)]:
+        assert torch.equal(block(cache, to).view(torch.int32), stored[of].view(torch.int32))
+        block(cache, to).copy_(block(expected, to))
+    # With those three put back, every byte is as before: of guards and other blocks too.
+    assert torch.equal(storage_bytes(cache), overwritten)
+
+
+def test_groups_and_layers_do_not_mix():
+    caches = {
+        layer: random_(torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE), i)
+        for i, layer in enumerate("abc")
+    }
+    # "c" has the memory of "a", as where groups share their tensors.
+    caches["c"] = caches["a"]
+    config = kv_cache_config(["a", "b"], ["c"], num_blocks=N)
+    device = device_for(caches, config)
+    before = {layer: cache.clone() for layer, cache in caches.items()}
+    assert device.begin("d2h", pairs((0, 1, 1), (0, 2, 2), (1, 3, 3))).poll().ok
+    for layer in "ab":
+        random_(caches[layer], 9)
+    after = {layer: cache.clone() for layer, cache in caches.items()}
+    assert device.begin("h2d", pairs((0, 4, 1), (0, 5, 2), (1, 6, 3))).poll().ok
+
+    after["a"][[4, 5, 6]] = before["a"][[1, 2, 3]]
+    after["b"][[4, 5]] = before["b"][[1, 2]]
+    for layer in "ab":
+        assert torch.equal(caches[layer].view(torch.int32), after[layer].view(torch.int32))
+
+
+def test_every_host_block_holds_a_block_of_its_own():
+    cache = random_(torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE))
+    device = device_for({"a": cache}, kv_cache_config(["a"], num_blocks=N))
+    before = cache.clone()
+    everything = pairs(*((0, b, b) for b in range(1, HOST + 1)))
+    device.begin("d2h", everything)
+    cache[1:].zero_()
+    device.begin("h2d", pairs(*((0, b, HOST + 1 - b) for b in range(1, HOST + 1))))
+    assert torch.equal(
+        cache[1 : HOST + 1].view(torch.int32), before[1 : HOST + 1].flip(0).view(torch.int32)
+    )
+    assert not cache[HOST + 1 :].any()
+
+
+def test_no_pairs_are_no_bytes():
+    device = device_for(
+        {"a": torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)}, kv_cache_config(["a"])
+    )
+    result = device.begin("h2d", pairs()).poll()
+    assert (result.ok, result.num_bytes) == (True, 0)
+
+
+def test_a_block_out_of_range_copies_nothing():
+    cache = random_(torch.empty(N, 2, BLOCK_SIZE, HEADS, HEAD_SIZE))
+    device = device_for({"a": cache}, kv_cache_config(["a"], num_blocks=N))
+    before = storage_bytes(cache)
+    with pytest.raises(AddressError, match=f"host block {HOST + 1} .*1..={HOST}"):
+        device.begin("h2d", pairs((0, 1, 1), (0, 2, HOST + 1)))
+    assert torch.equal(storage_bytes(cache), before)
