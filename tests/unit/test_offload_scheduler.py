@@ -225,10 +225,9 @@ def test_a_connector_that_was_not_chosen_loads_nothing(scene, request_a):
     assert scene.step() is NOTHING
 
 
-def test_the_allocation_after_the_load_is_ignored(scene, request_a):
+def test_the_allocation_after_the_load_is_no_load(scene, request_a):
     scene.preserve(request_a, BLOCKS, 10)
     scene.restore(request_a, NEW_BLOCKS)
-    scene.allocate(request_a, NEW_BLOCKS, 0)
     assert scene.state("a") == "Mirrored"
     assert scene.step() is NOTHING
 
@@ -254,6 +253,61 @@ def test_null_blocks_of_a_sliding_window_keep_their_place(scene):
     assert stored[:, 1].tolist() == [20, 21]
     loaded = scene.restore(request, ([0, 0, 30, 31],)).load_pairs
     assert loaded.tolist() == [[0, 30, stored[0, 2]], [0, 31, stored[1, 2]]]
+
+
+# ---- restored, but not scheduled yet ----
+
+
+@pytest.fixture
+def landed(scene, request_a):
+    """A scene where the load of request a is through, and request b is ready."""
+    scene.preserve(Request("b", num_tokens=5), ([13],), 4)
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    scene.report_loads("a")
+    return scene
+
+
+@pytest.mark.parametrize("waiting", ["b", "never preempted"])
+def test_others_wait_for_a_restored_request_that_holds_blocks_and_does_not_run(landed, waiting):
+    assert landed.ask(Request(waiting, num_tokens=5)) == (None, False)
+
+
+def test_a_restored_request_does_not_wait_for_itself(landed, request_a):
+    assert landed.ask(request_a) == (0, False)
+
+
+def test_others_may_come_once_it_is_scheduled(landed, request_a):
+    landed.allocate(request_a, NEW_BLOCKS, 0)
+    assert landed.ask(Request("b", num_tokens=5)) == (4, True)
+
+
+def test_others_may_come_once_it_is_aborted(landed):
+    landed.scheduler.request_finished("a")
+    assert landed.ask(Request("b", num_tokens=5)) == (4, True)
+
+
+def test_nobody_waits_for_a_request_aborted_during_its_load(scene, request_a):
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    scene.scheduler.request_finished("a")
+    scene.report_loads("a")
+    assert scene.ask(Request("b", num_tokens=5)) == (0, False)
+
+
+def test_two_restored_requests_do_not_wait_for_each_other(landed, request_a):
+    request_b = Request("b", num_tokens=5)
+    landed.allocate(request_b, ([23],), 4)
+    landed.step()
+    landed.report_loads("b")
+    assert landed.ask(request_a) == (0, False)
+    assert landed.ask(request_b) == (0, False)
+    landed.allocate(request_b, ([23],), 0)
+    assert landed.ask(Request("c", num_tokens=5)) == (None, False)
+    landed.allocate(request_a, NEW_BLOCKS, 0)
+    assert landed.ask(Request("c", num_tokens=5)) == (0, False)
 
 
 # ---- preempted again ----

@@ -104,6 +104,8 @@ class Scene:
         self.allocate(request, blocks, num_tokens)
         meta = self.step()
         self.report_loads(request.request_id)
+        # vLLM calls this once more when the request is scheduled.
+        self.allocate(request, blocks, 0)
         return meta
 
     # ---- what is left ----
