@@ -86,13 +86,15 @@ def _config(args: argparse.Namespace) -> str:
     if args.ratio is not None:
         extra["offload_host_memory_ratio"] = args.ratio
     OffloadConfig.from_extra_config(extra)
-    ours = {
+    ours: dict[str, Any] = {
         "kv_connector": "PreemptOffloadConnector",
         "kv_connector_module_path": "preempt_offload",
         "kv_role": "kv_both" if args.target == "vllm" else "kv_consumer",
         "kv_connector_extra_config": extra,
     }
     if args.target == "vllm":
+        # vLLM's default is to end a request with an error if restoring it fails.
+        ours["kv_load_failure_policy"] = "recompute"
         flags: dict[str, Any] = {
             "--scheduler-cls": "preempt_offload.RecomputeScheduler",
             "--kv-transfer-config": ours,
