@@ -282,28 +282,38 @@ impl BlockPool {
             self.check_refs(same[0], state, same.len())?;
         }
         let mut result = Ok(());
+        let mut unused = Vec::with_capacity(ids.len());
         for &id in ids {
-            result = result.and(self.release_one(id));
+            match self.drop_reference(id) {
+                Ok(last) => unused.extend(last.then_some(id)),
+                Err(error) => result = result.and(Err(error)),
+            }
         }
+        self.free_blocks(&unused);
         result
     }
 
-    /// Takes one reference away from a block of this pool, and ends it with the last.
+    /// Gives back a reference that this thread holds.
     fn release_one(&self, id: BlockId) -> Result<(), PoolError> {
-        let dropped =
-            self.states[id as usize - 1].fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| {
-                match s & REFS {
-                    0 => None,
-                    1 => Some((s - 1) | ENDING),
-                    _ => Some(s - 1),
-                }
-            });
-        match dropped {
-            Ok(before) if before & REFS == 1 => self.end(id),
-            Ok(_) => {}
-            Err(state) => return self.check_refs(id, state, 1),
+        if self.drop_reference(id)? {
+            self.free_blocks(&[id]);
         }
         Ok(())
+    }
+
+    /// Takes one reference away from a block of this pool. `true` if nobody has the block
+    /// any more: it is then the caller's to free.
+    fn drop_reference(&self, id: BlockId) -> Result<bool, PoolError> {
+        let state = &self.states[id as usize - 1];
+        let dropped = state.fetch_update(Ordering::AcqRel, Ordering::Acquire, |s| match s & REFS {
+            0 => None,
+            1 => Some((s - 1) | ENDING),
+            _ => Some(s - 1),
+        });
+        match dropped {
+            Ok(before) => Ok(before & REFS == 1 && !self.keep(id)),
+            Err(state) => self.check_refs(id, state, 1).map(|()| false),
+        }
     }
 
     /// Whether a block with this state word has `needed` references, one or more.
@@ -316,31 +326,35 @@ impl BlockPool {
         }
     }
 
-    /// Decides what becomes of a block that this thread has marked `ENDING`.
-    fn end(&self, id: BlockId) {
+    /// Makes a block that this thread has marked `ENDING` evictable, if it can be found.
+    fn keep(&self, id: BlockId) -> bool {
         let state = &self.states[id as usize - 1];
-        match &self.index {
-            Some(index) if state.load(Ordering::Acquire) & INDEXED != 0 => {
-                if index.is_current(id) {
-                    index.touch(id);
-                    // The count first: an evictor may lower it as soon as the state is seen.
-                    index.evictable.fetch_add(1, Ordering::AcqRel);
-                    state.store(INDEXED, Ordering::Release);
-                } else {
-                    index.remove(id);
-                    self.free_block(id);
-                }
-            }
-            _ => self.free_block(id),
+        let Some(index) = &self.index else { return false };
+        if state.load(Ordering::Acquire) & INDEXED == 0 {
+            return false;
         }
+        if !index.is_current(id) {
+            index.remove(id);
+            return false;
+        }
+        index.touch(id);
+        // The count first: an evictor may lower it as soon as the state is seen.
+        index.evictable.fetch_add(1, Ordering::AcqRel);
+        state.store(INDEXED, Ordering::Release);
+        true
     }
 
-    /// Makes a block free that nobody else can reach.
-    fn free_block(&self, id: BlockId) {
-        let i = id as usize - 1;
-        self.states[i].store(0, Ordering::Release);
-        self.free_bits[i / 64].fetch_or(1 << (i % 64), Ordering::AcqRel);
-        self.free.fetch_add(1, Ordering::AcqRel);
+    /// Makes blocks free that nobody else can reach.
+    fn free_blocks(&self, ids: &[BlockId]) {
+        for &id in ids {
+            self.states[id as usize - 1].store(0, Ordering::Release);
+        }
+        let word = |id: BlockId| (id as usize - 1) / 64;
+        for neighbours in ids.chunk_by(|&a, &b| word(a) == word(b)) {
+            let bits = neighbours.iter().fold(0, |bits, id| bits | 1 << ((id - 1) % 64));
+            self.free_bits[word(neighbours[0])].fetch_or(bits, Ordering::AcqRel);
+        }
+        self.free.fetch_add(ids.len(), Ordering::AcqRel);
     }
 
     /// Lets `id`, which the caller references, be found by `key`.
@@ -423,22 +437,18 @@ impl BlockPool {
                 oldest.select_nth_unstable(wanted);
                 oldest.truncate(wanted);
             }
-            let mut lost = false;
-            for (_, id) in oldest {
-                let state = &self.states[id as usize - 1];
-                let won =
-                    state.compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire);
-                if won.is_ok() {
-                    index.evictable.fetch_sub(1, Ordering::AcqRel);
-                    index.remove(id);
-                    self.free_block(id);
-                    evicted += 1;
-                } else {
-                    lost = true;
-                }
-            }
+            let mut taken: Vec<BlockId> = oldest.iter().map(|&(_, id)| id).collect();
+            taken.retain(|&id| {
+                self.states[id as usize - 1]
+                    .compare_exchange(INDEXED, ENDING, Ordering::AcqRel, Ordering::Acquire)
+                    .is_ok()
+            });
+            index.evictable.fetch_sub(taken.len(), Ordering::AcqRel);
+            taken.iter().for_each(|&id| index.remove(id));
+            self.free_blocks(&taken);
+            evicted += taken.len();
             // Where another thread was faster, the next oldest take the place.
-            if !lost {
+            if taken.len() == oldest.len() {
                 return evicted;
             }
         }
