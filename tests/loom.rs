@@ -17,10 +17,10 @@ use preempt_offload::block_pool::{BlockId, BlockKey, BlockPool, PoolError};
 use preempt_offload::completion::{CompletionError, CompletionTracker, Progress};
 use preempt_offload::request_table::{CopyPlan, RequestTable, TableError};
 
-/// Explores `f` with up to five preemptions, or `LOOM_MAX_PREEMPTIONS`.
+/// Explores `f` with up to four preemptions, or `LOOM_MAX_PREEMPTIONS`.
 fn model(f: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = builder.preemption_bound.or(Some(5));
+    builder.preemption_bound = builder.preemption_bound.or(Some(4));
     builder.check(f);
 }
 
@@ -293,7 +293,11 @@ fn lookup_release() {
         let host = Host::new(1, true);
         let ids = host.claim(1, 1).unwrap();
         host.pool.index(1, &key(1)).unwrap();
-        let other = spawn(&host, |host| host.lookup(1));
+        let other = spawn(&host, |host| {
+            let found = host.lookup(1);
+            assert!(host.pool.num_evictable() <= 1);
+            found
+        });
         host.pool.release(&ids).unwrap();
         // Not found only if it was about to become evictable.
         host.assert_conserved(&[&other.join().unwrap()]);
@@ -343,7 +347,11 @@ fn evict_release() {
         let host = Host::new(1, true);
         let ids = host.claim(1, 1).unwrap();
         host.pool.index(1, &key(1)).unwrap();
-        let other = spawn(&host, |host| host.pool.evict(1));
+        let other = spawn(&host, |host| {
+            let evicted = host.pool.evict(1);
+            assert!(host.pool.num_evictable() <= 1);
+            evicted
+        });
         host.pool.release(&ids).unwrap();
         let evicted = other.join().unwrap();
         assert_eq!((host.pool.num_free(), host.pool.num_evictable()), (evicted, 1 - evicted));
