@@ -1,0 +1,477 @@
+"""The scheduler classes on vLLM's real ones, with a model and workers that are made up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from engine_support import BLOCK_SIZE, kv_cache_config
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from preempt_offload import AsyncRecomputeScheduler, RecomputeScheduler
+from preempt_offload.metadata import OffloadWorkerMetadata
+
+WAITING_FOR_LOAD = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class Driver:
+    """A scheduler in the loop of an engine whose model samples the step's number.
+
+    Args:
+        config: The engine's config.
+        num_blocks: Device blocks, null block included.
+        scheduler_cls: The class to make; what the config says if not given.
+    """
+
+    def __init__(self, config, num_blocks, scheduler_cls=None):
+        init_none_hash(sha256)
+        self.scheduler = (scheduler_cls or config.scheduler_config.get_scheduler_cls())(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config(["a"], num_blocks=num_blocks),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+        )
+        self.manager = self.scheduler.kv_cache_manager
+        self.connector = self.scheduler.connector
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.outputs = {}
+        self.stores_ok = True
+        self.hold_loads = False
+        self._held = set()
+        self._steps = itertools.count(100)
+
+    def add(self, request_id, num_tokens, *, first=0, priority=0, max_tokens=60):
+        request = Request(
+            request_id,
+            [first] * num_tokens,
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            priority=priority,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self):
+        return self.scheduler.schedule()
+
+    def execute(self, output):
+        """The workers and the model carry out ``output``; returns what they report."""
+        meta, stores = output.kv_connector_metadata, {}
+        if meta is not None and meta.store_event is not None:
+            stores = {meta.store_event: {0: self.stores_ok}}
+        self._held |= set(meta.load_requests) if meta is not None else set()
+        loaded = set() if self.hold_loads else self._held.copy()
+        self._held -= loaded
+        token, ids = next(self._steps), list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[request_id] for request_id in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[
+                [token] if self._samples(request, output) else [] for request in requests
+            ],
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=loaded,
+                kv_connector_worker_meta=OffloadWorkerMetadata(stores) if stores else None,
+            ),
+        )
+
+    @staticmethod
+    def _samples(request, output):
+        """Whether the step reaches the request's last known token."""
+        start = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        start.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        end = start[request.request_id] + output.num_scheduled_tokens[request.request_id]
+        return end >= request.num_tokens
+
+    def update(self, output, report):
+        for batch in self.scheduler.update_from_output(output, report).values():
+            for one in batch.outputs:
+                self.outputs.setdefault(one.request_id, []).append(one)
+
+    def step(self):
+        output = self.schedule()
+        self.update(output, self.execute(output))
+        return output
+
+    def step_until(self, reached, at_most=200):
+        for _ in range(at_most):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached in {at_most} steps")
+
+    @property
+    def offload(self):
+        return self.connector.scheduler
+
+    def assert_all_back(self):
+        """Nothing runs or waits, and every device and host block is free."""
+        scheduler = self.scheduler
+        assert not (scheduler.running or scheduler.waiting or scheduler.skipped_waiting)
+        assert not scheduler.requests
+        pool = self.manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert sum(self.offload.table.counts().values()) == 0
+        assert self.offload.pool.num_free + self.offload.pool.num_evictable == (
+            self.offload.pool.capacity
+        )
+
+
+@pytest.fixture
+def drive(vllm_config):
+    def drive(extra=None, *, num_blocks=8, scheduler_cls=None, **config_args):
+        config_args = {"enable_prefix_caching": False} | config_args
+        config = vllm_config(extra, num_device_blocks=num_blocks, **config_args)
+        return Driver(config, num_blocks, scheduler_cls)
+
+    return drive
+
+
+# ---- one name for both ----
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_name_is_right_with_and_without_async_scheduling(drive, asynchronous):
+    scheduler = drive(asynchronous=asynchronous).scheduler
+    assert type(scheduler) is (AsyncRecomputeScheduler if asynchronous else RecomputeScheduler)
+    assert isinstance(scheduler, AsyncScheduler) is asynchronous
+
+
+def test_the_config_may_come_as_the_first_argument(vllm_config):
+    for asynchronous, expected in [
+        (False, RecomputeScheduler),
+        (True, AsyncRecomputeScheduler),
+    ]:
+        config = vllm_config(asynchronous=asynchronous)
+        manager = StructuredOutputManager(config)
+        made = RecomputeScheduler(config, kv_cache_config(["a"]), manager, BLOCK_SIZE)
+        assert type(made) is expected
+        assert made.vllm_config is config
+
+
+def test_a_class_of_ones_own_is_left_alone(drive):
+    class Own(RecomputeScheduler):
+        pass
+
+    assert type(drive(scheduler_cls=Own, asynchronous=True).scheduler) is Own
+
+
+def test_the_async_name_is_always_async(drive):
+    scheduler = drive(scheduler_cls=AsyncRecomputeScheduler, asynchronous=False).scheduler
+    assert type(scheduler) is AsyncRecomputeScheduler
+
+
+# ---- preserving ----
+
+
+def preempt_one(driver, names=("first", "second")):
+    """Runs two requests until the second is preempted; 7 blocks hold both no longer."""
+    first = driver.add(names[0], 40, first=1)
+    second = driver.add(names[1], 40, first=2)
+    driver.step_until(lambda: second.num_preemptions)
+    return first, second
+
+
+def test_a_preempted_request_is_restored_and_not_computed_again(drive, log):
+    driver = drive()
+    first, second = preempt_one(driver)
+    assert first.num_preemptions == 0
+    computed = second.num_tokens - 1
+    assert (
+        f"Recompute preemption offload enabled for request second, computed_tokens={computed}"
+        in (log.text)
+    )
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: second.status == RequestStatus.RUNNING)
+    assert second.num_tokens - 1 == second.num_computed_tokens
+    assert driver.offload.stats.restored_tokens == computed
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    driver.step_until(lambda: not driver.scheduler.has_finished_requests())
+    driver.assert_all_back()
+
+
+def test_a_scheduler_without_the_connector_is_as_vllms(vllm_config, log):
+    config = vllm_config(enable_prefix_caching=False)
+    config.kv_transfer_config = None
+    driver = Driver(config, 8, RecomputeScheduler)
+    _, second = preempt_one(driver)
+    assert not driver.scheduler.has_finished_requests()
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    assert not log.records
+
+
+def test_a_scheduler_with_another_connector_is_as_vllms(drive, log):
+    driver = drive(transfer={"kv_connector": "DecodeBenchConnector"})
+    assert driver.scheduler._offload is None
+    assert driver.scheduler.reset_prefix_cache() is True
+    assert not driver.scheduler.has_finished_requests()
+
+
+def test_our_scheduler_finds_us_inside_multi_connector(drive):
+    child = {"kv_connector": "PreemptOffloadConnector", "kv_role": "kv_both"}
+    driver = drive({"connectors": [child]}, transfer={"kv_connector": "MultiConnector"})
+    assert driver.scheduler._offload is driver.connector._connectors[0]
+
+
+def test_the_engine_goes_on_while_copies_are_under_way(drive):
+    driver = drive()
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.hold_loads = True
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
+    driver.step()
+    driver.scheduler.finish_requests("second", RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    assert driver.scheduler.has_finished_requests()
+    assert driver.offload.has_pending_transfers()
+    driver.hold_loads = False
+    driver.step()
+    driver.step_until(lambda: not driver.scheduler.has_finished_requests(), at_most=2)
+    driver.assert_all_back()
+
+
+def test_a_request_aborted_while_it_is_stored_keeps_the_engine_going(drive):
+    driver = drive()
+    driver.add("first", 40, first=1)
+    second = driver.add("second", 40, first=2)
+    while not second.num_preemptions:
+        output = driver.schedule()
+        report = driver.execute(output)
+        if not second.num_preemptions:
+            driver.update(output, report)
+    driver.scheduler.finish_requests(["first", "second"], RequestStatus.FINISHED_ABORTED)
+    driver.scheduler.finished_req_ids = set()
+    assert driver.scheduler.has_finished_requests(), "the store has not been reported yet"
+    driver.update(output, report)
+    assert not driver.scheduler.has_finished_requests()
+    driver.assert_all_back()
+
+
+def test_a_failed_store_is_recomputed(drive, log):
+    driver = drive()
+    driver.stores_ok = False
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    assert driver.offload.stats.restored == 0
+    assert "Storing request second failed" in log.text
+
+
+# ---- a scheduler that never asks ----
+
+
+@pytest.mark.parametrize("stock", [Scheduler, AsyncScheduler])
+def test_under_vllms_own_scheduler_the_first_preemption_is_warned_of(drive, log, stock):
+    driver = drive(scheduler_cls=stock)
+    log.clear()
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    (warning,) = log.warnings
+    assert "Request second was preempted" in warning
+    assert "--scheduler-cls preempt_offload.RecomputeScheduler" in warning
+
+
+def test_under_our_scheduler_nothing_is_warned_of(drive, log):
+    driver = drive()
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert not log.warnings
+
+
+# ---- what cannot be preserved ----
+
+TOO_SMALL = {"offload_host_memory_ratio": 0.25}
+
+
+def test_what_cannot_be_preserved_is_recomputed_here(drive, log):
+    driver = drive(TOO_SMALL)
+    _, second = preempt_one(driver)
+    assert "CPU cache" in log.text
+    assert not second.is_finished()
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    assert second.get_finished_reason() == FinishReason.LENGTH
+
+
+def test_on_a_decode_node_what_cannot_be_preserved_goes_back_to_the_proxy(drive, log):
+    driver = drive(TOO_SMALL, transfer={"kv_role": "kv_consumer"})
+    first, second = preempt_one(driver)
+    assert second.is_finished()
+    last = driver.outputs["second"][-1]
+    assert last.finish_reason == FinishReason.STOP
+    assert last.stop_reason == "recomputed"
+    assert last.new_token_ids == []
+    assert "Request second could not be preserved" in log.text
+    assert not first.is_finished()
+    driver.step_until(first.is_finished)
+    driver.step_until(lambda: not driver.scheduler.has_finished_requests())
+    driver.assert_all_back()
+
+
+def test_on_a_decode_node_what_can_be_preserved_stays(drive):
+    driver = drive(transfer={"kv_role": "kv_consumer"})
+    _, second = preempt_one(driver)
+    assert not second.is_finished()
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert driver.offload.stats.restored == 1
+
+
+def preempt_one_in_flight(driver, depth):
+    """Preempts the second request while its last ``depth`` steps are still under way."""
+    driver.add("first", 40, first=1)
+    second = driver.add("second", 40, first=2)
+    under_way = []
+    while not second.num_preemptions:
+        if len(under_way) == depth:
+            driver.update(*under_way.pop(0))
+        output = driver.schedule()
+        under_way.append((output, driver.execute(output)))
+    assert len(under_way) == depth
+    assert second.num_output_placeholders == depth - 1
+    return second, under_way
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_on_a_decode_node_a_request_is_returned_with_the_tokens_still_under_way(drive, depth):
+    driver = drive(TOO_SMALL, transfer={"kv_role": "kv_consumer"}, asynchronous=True)
+    second, under_way = preempt_one_in_flight(driver, depth)
+    expected = second.num_tokens + second.num_output_placeholders
+    for output, report in under_way[:-1]:
+        assert not second.is_finished()
+        driver.update(output, report)
+    assert second.is_finished()
+    assert second.num_tokens == expected
+    *_, token, last = driver.outputs["second"]
+    assert len(token.new_token_ids) == 1
+    assert token.finish_reason is None
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "recomputed")
+
+
+def test_a_request_preempted_in_flight_is_restored_with_the_token_that_came_out(drive):
+    driver = drive(asynchronous=True)
+    second, under_way = preempt_one_in_flight(driver, depth=2)
+    for output, report in under_way:
+        driver.update(output, report)
+    assert second.num_output_placeholders == 0
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD, at_most=3)
+    assert second.num_computed_tokens == second.num_tokens - 1
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+
+
+# ---- the device's prefix cache ----
+
+
+def test_blocks_that_no_forward_has_filled_are_not_left_in_the_prefix_cache(drive):
+    driver = drive(
+        num_blocks=11,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        max_model_len=256,
+        long_prefill_token_threshold=48,
+    )
+    # Nine blocks for the victim, three in each step; one for the other, which needs a second
+    # one in the third step, when the victim's last three blocks have their hashes already.
+    victim = driver.add("victim", 144, first=1, priority=1)
+    driver.step()
+    driver.add("other", 16, first=2, priority=0)
+    driver.step()
+    assert victim.num_computed_tokens == 96
+    output = driver.step()
+    assert output.preempted_req_ids == {"victim"}
+    assert output.num_scheduled_tokens == {"other": 1}
+    cached = [
+        driver.manager.block_pool.get_cached_block(block_hash, [0]) is not None
+        for block_hash in victim.block_hashes
+    ]
+    assert cached == [True] * 6 + [False] * 3
+
+
+# ---- reset ----
+
+
+def test_a_reset_drops_kv_instead_of_preserving_it(drive):
+    driver = drive(enable_prefix_caching=True)
+    first, second = preempt_one(driver)
+    driver.step()
+    assert driver.connector.has_preempted_request("second")
+    preserved = driver.offload.stats.preserved
+    assert driver.scheduler.reset_prefix_cache(reset_running_requests=True) is True
+    assert first.num_preemptions == 1
+    assert driver.offload.stats.preserved == preserved
+    assert not driver.connector.has_preempted_request("first")
+    assert not driver.connector.has_preempted_request("second")
+    driver.step_until(lambda: first.status == RequestStatus.RUNNING)
+    driver.step_until(second.is_finished)
+    assert driver.offload.stats.restored == 0
+    # Preemptions after it are preserved again.
+    _, fourth = preempt_one(driver, names=("third", "fourth"))
+    driver.step_until(fourth.is_finished)
+    assert driver.offload.stats.preserved == preserved + 1
+
+
+def test_a_reset_on_a_decode_node_returns_nobody(drive):
+    driver = drive(transfer={"kv_role": "kv_consumer"})
+    driver.add("first", 40, first=1)
+    driver.step()
+    assert driver.scheduler.reset_prefix_cache(reset_running_requests=True) is True
+    driver.step()
+    assert driver.outputs["first"][-1].finish_reason is None
+    assert not driver.scheduler.requests["first"].is_finished()
+
+
+def test_a_reset_without_running_requests_forgets_what_is_preserved(drive):
+    driver = drive()
+    _, second = preempt_one(driver)
+    driver.step()
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    assert driver.scheduler.reset_prefix_cache() is True
+    assert not driver.connector.has_preempted_request("second")
+    driver.step_until(second.is_finished)
+    assert driver.offload.stats.restored == 0
+
+
+def test_a_reset_that_vllm_refuses_forgets_nothing(drive):
+    driver = drive(enable_prefix_caching=True)
+    preempt_one(driver)
+    driver.step()
+    assert driver.scheduler.reset_prefix_cache() is False
+    assert driver.connector.has_preempted_request("second")
+
+
+def test_what_is_being_loaded_at_a_reset_is_computed_again(drive):
+    driver = drive()
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.hold_loads = True
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
+    with pytest.raises(RuntimeError, match="remote KV transfer"):
+        driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    driver.hold_loads = False
+    num_tokens = second.num_tokens
+    driver.step()
+    assert driver.step().num_scheduled_tokens == {"second": num_tokens}
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    driver.step_until(lambda: not driver.scheduler.has_finished_requests())
+    driver.assert_all_back()
