@@ -14,7 +14,7 @@ MOST_ABORTS = 4
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(model, request):
     with Engine(
-        model, 60, offload={"offload_host_memory_ratio": 2}, async_scheduling=request.param
+        model, 31, offload={"offload_host_memory_ratio": 2}, async_scheduling=request.param
     ) as engine:
         yield engine
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import Engine, jobs
+from harness import BLOCK, Engine, jobs
 from preempt_offload import tiny_model
 
 CROWD = jobs(seed=11, lengths=[60 + 11 * i % 120 for i in range(26)], max_tokens=80)
-DEVICE_BLOCKS = 60
-# K and V of 16 tokens in float32, in every layer.
+DEVICE_BLOCKS = 31
+# K and V in float32, in every layer.
 BLOCK_BYTES = (
-    2 * 16 * 4 * tiny_model.CONFIG["num_key_value_heads"] * tiny_model.CONFIG["head_dim"]
+    2 * BLOCK * 4 * tiny_model.CONFIG["num_key_value_heads"] * tiny_model.CONFIG["head_dim"]
 ) * tiny_model.CONFIG["num_hidden_layers"]
 
 
@@ -21,9 +21,9 @@ BLOCK_BYTES = (
 @pytest.mark.parametrize(
     ("offload", "host_blocks"),
     [
-        ({"offload_host_memory_ratio": 0.25}, 15),
-        ({"offload_host_memory_ratio": 1}, 60),
-        ({"offload_host_memory_ratio": 2}, 120),
+        ({"offload_host_memory_ratio": 0.25}, 7),
+        ({"offload_host_memory_ratio": 1}, 31),
+        ({"offload_host_memory_ratio": 2}, 62),
         ({"cpu_bytes_to_use_per_rank": 12 * BLOCK_BYTES + 1}, 12),
         ({"cpu_bytes_to_use": 12 * BLOCK_BYTES, "enable_offload_prefix_caching": True}, 12),
     ],
@@ -55,8 +55,8 @@ def test_budget(model, undisturbed, record, caplog, offload, host_blocks, async_
 
 def test_budget_below_one_block_is_an_error_at_start(model):
     start = (
-        "from harness import Engine\n"
-        f"Engine({str(model)!r}, 60, offload={{'cpu_bytes_to_use_per_rank': {BLOCK_BYTES - 1}}})"
+        "from harness import BLOCK, Engine\n"
+        f"Engine({str(model)!r}, 31, offload={{'cpu_bytes_to_use_per_rank': {BLOCK_BYTES - 1}}})"
     )
     engine = subprocess.run(
         [sys.executable, "-c", start], cwd=Path(__file__).parent, capture_output=True, text=True

@@ -14,8 +14,8 @@ def test_unpreserved_requests_are_returned_and_can_be_resent(
 ):
     with Engine(
         model,
-        60,
-        offload={"cpu_bytes_to_use_per_rank": 20 * 24576},
+        31,
+        offload={"cpu_bytes_to_use_per_rank": 10 * 49152},
         transfer=CONSUMER,
         async_scheduling=async_scheduling,
     ) as engine:
@@ -50,7 +50,7 @@ def test_unpreserved_requests_are_returned_and_can_be_resent(
 def test_with_enough_host_memory_nothing_is_returned(model, undisturbed, record, async_scheduling):
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4},
         transfer=CONSUMER,
         async_scheduling=async_scheduling,

@@ -24,7 +24,7 @@ def test_failed_copy(model, undisturbed, record, monkeypatch, policy, direction,
     failed = []
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4},
         transfer={"kv_load_failure_policy": policy},
         async_scheduling=async_scheduling,

@@ -25,7 +25,7 @@ def test_outputs_equal_those_of_a_run_never_preempted(
 ):
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": share},
         async_scheduling=async_scheduling,
         enable_prefix_caching=prefix_caching,

@@ -10,7 +10,7 @@ CROWD = jobs(seed=23, lengths=[60 + 9 * i % 140 for i in range(24)], max_tokens=
 
 @pytest.fixture(scope="module")
 def engine(model):
-    with Engine(model, 60, offload={"offload_host_memory_ratio": 4}) as engine:
+    with Engine(model, 31, offload={"offload_host_memory_ratio": 4}) as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ def test_preempted_in_the_middle_of_a_chunked_prefill(model, undisturbed, record
     crowd = jobs(seed=3, lengths=[90, 100, 110, 230, 225, 215], max_tokens=40)
     with Engine(
         model,
-        34,
+        18,
         offload={"offload_host_memory_ratio": 4},
         async_scheduling=async_scheduling,
         max_model_len=400,
@@ -37,7 +37,7 @@ def test_local_prefix_hits_of_every_extent(model, undisturbed, record, async_sch
     crowd = jobs(seed=5, lengths=[40 + 37 * i % 160 for i in range(40)], max_tokens=100)
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4},
         async_scheduling=async_scheduling,
         enable_prefix_caching=True,

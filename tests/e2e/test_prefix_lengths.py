@@ -13,7 +13,7 @@ def engine(model, request):
         21,
         offload={"offload_host_memory_ratio": 2},
         async_scheduling=request.param,
-        max_model_len=256,
+        max_model_len=512,
         max_num_batched_tokens=20 * BLOCK,
     ) as engine:
         yield engine
@@ -21,7 +21,7 @@ def engine(model, request):
 
 @pytest.mark.parametrize("num_computed", range(9 * BLOCK + 1, 10 * BLOCK + 1))
 def test_preempted_while_decoding(engine, undisturbed, record, num_computed):
-    """160 tokens fill ten blocks; 159 and 145 are the neighbours of a boundary."""
+    """320 tokens fill ten blocks; 319 and 289 are the neighbours of a boundary."""
     # Both prompts are computed in the first step, and one token each in the second. In the
     # third, the elder wants an eleventh block when both have ten: the younger has to go.
     pair = jobs(seed=num_computed, lengths=[10 * BLOCK - 1, num_computed - 1], max_tokens=40)

@@ -12,7 +12,7 @@ RUNNING = {"reset_running_requests": True}
 def engine(model, request):
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": True},
         async_scheduling=request.param,
         enable_prefix_caching=True,

@@ -16,7 +16,7 @@ def test_under_a_scheduler_that_never_asks_we_say_so(
 ):
     with Engine(
         model,
-        60,
+        31,
         offload={"offload_host_memory_ratio": 4},
         scheduler_cls=None,
         async_scheduling=async_scheduling,
@@ -37,7 +37,7 @@ def test_under_a_scheduler_that_never_asks_we_say_so(
 def test_under_ours_no_such_warning(model, caplog):
     with Engine(
         model,
-        60,
+        31,
         offload={},
         transfer={"kv_connector_module_path": "preempt_offload"},
         enable_prefix_caching=True,
@@ -62,8 +62,8 @@ def test_a_victim_scheduled_in_the_same_step_leaves_no_false_hash(
     """Such a victim's newest blocks have a hash, but no forward has filled them."""
     # The first job computes its prompt in chunks of three blocks. In its sixth chunk it takes
     # the last blocks, and then the second, of higher priority, needs one: the first goes, with
-    # 240 tokens computed and 288 hashed. When it comes back, vLLM must not find more than 240.
-    low, high = jobs(seed=41, lengths=[300, 29], max_tokens=10)
+    # 15 blocks computed and 18 hashed. When it comes back, vLLM must not find more than 15.
+    low, high = jobs(seed=41, lengths=[18 * BLOCK + 12, 2 * BLOCK - 3], max_tokens=10)
     pair = (low, dataclasses.replace(high, priority=-1, arrival=1))
     with Engine(
         model,
@@ -73,7 +73,7 @@ def test_a_victim_scheduled_in_the_same_step_leaves_no_false_hash(
         enable_prefix_caching=True,
         scheduling_policy="priority",
         long_prefill_token_threshold=3 * BLOCK,
-        max_model_len=320,
+        max_model_len=20 * BLOCK,
     ) as engine:
         outcome = engine.run(pair)
     record(outcome, pair)
@@ -93,7 +93,7 @@ def test_priorities_under_pressure(model, undisturbed, record, async_scheduling)
     )
     with Engine(
         model,
-        40,
+        21,
         offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": True},
         async_scheduling=async_scheduling,
         enable_prefix_caching=True,

@@ -42,7 +42,7 @@ def server(model, tmp_path):
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)),
         *("--max-model-len", "512", "--max-num-batched-tokens", "256"),
-        *("--num-gpu-blocks-override", "60", "--no-enable-prefix-caching"),
+        *("--num-gpu-blocks-override", "31", "--no-enable-prefix-caching"),
         *("--scheduler-cls", "preempt_offload.RecomputeScheduler"),
         *("--kv-transfer-config", json.dumps(TRANSFER)),
     ]
@@ -106,4 +106,4 @@ def test_concurrent_clients_get_the_undisturbed_tokens(server, undisturbed):
         r"Prepared preempt offload H2D load for request \S+",
     ):
         assert len(re.findall(line, log)) == preemptions, line
-    assert "host blocks of 24576 bytes per rank" in log
+    assert "host blocks of 49152 bytes per rank" in log
