@@ -29,7 +29,7 @@ def _start(model):
     global _ample
     from harness import Engine
 
-    _ample = Engine(model, 600)
+    _ample = Engine(model, 600, max_model_len=1024)
 
 
 def _run(all_jobs):
