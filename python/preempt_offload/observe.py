@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,8 +28,8 @@ class SchedulerObserver:
         self.steps = 0
         schedule = scheduler.schedule
 
-        def observed() -> SchedulerOutput:
-            output = schedule()
+        def observed(*args: Any) -> SchedulerOutput:
+            output = schedule(*args)
             self.steps += 1
             self.scheduled_tokens.update(output.num_scheduled_tokens)
             for request in output.scheduled_new_reqs:

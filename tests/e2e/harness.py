@@ -271,8 +271,8 @@ class Engine:
     def _after_schedule(self, hook):
         schedule = self.scheduler.schedule
 
-        def hooked():
-            output = schedule()
+        def hooked(*args):
+            output = schedule(*args)
             hook()
             return output
 
