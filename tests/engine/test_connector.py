@@ -115,6 +115,24 @@ def test_the_budget_is_that_of_one_rank_and_logged_once(make, log, extra, num_bl
     assert not log.records
 
 
+@pytest.mark.parametrize(
+    ("extra", "engine_id", "warned"),
+    [
+        ({"cpu_bytes_to_use": 20 * PAGE}, "id_dp1", True),
+        ({"cpu_bytes_to_use": 20 * PAGE}, "id", False),
+        ({"cpu_bytes_to_use_per_rank": 20 * PAGE}, "id_dp1", False),
+        ({}, "id_dp1", False),
+    ],
+)
+def test_bytes_that_vllm_keeps_us_from_dividing_are_warned_of(make, log, extra, engine_id, warned):
+    make(SCHEDULER, extra, transfer={"engine_id": engine_id})
+    assert bool(log.warnings) is warned
+    if warned:
+        (warning,) = log.warnings
+        assert f"each rank takes {20 * PAGE} bytes" in warning
+        assert "Use cpu_bytes_to_use_per_rank" in warning
+
+
 def test_a_block_is_all_layers_of_the_rank(make):
     made = make(
         SCHEDULER,

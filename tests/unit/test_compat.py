@@ -96,3 +96,22 @@ def test_bytes_of_a_block_are_those_of_all_tensors():
     tensors = [SimpleNamespace(size=1000), SimpleNamespace(size=600)]
     config = SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10)
     assert compat.block_bytes(config) == 160
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "size", "hidden"),
+    [
+        ("8f1d_dp0", 1, True),
+        ("8f1d_dp12", 1, True),
+        ("8f1d_dp0", 2, False),
+        ("8f1d", 1, False),
+        ("8f1d_dp0_x", 1, False),
+        (None, 1, False),
+    ],
+)
+def test_a_hidden_data_parallel_size_is_seen_by_the_engine_id(engine_id, size, hidden):
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
+        parallel_config=SimpleNamespace(data_parallel_size=size),
+    )
+    assert compat.hides_data_parallel_size(config) is hidden
