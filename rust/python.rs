@@ -204,8 +204,9 @@ impl RequestTable {
         Ok(self.0.finish_load(request_id, ok)?)
     }
 
-    fn settle(&self, request_id: &str) -> PyResult<()> {
-        Ok(self.0.settle(request_id)?)
+    #[pyo3(signature = (request_id, num_tokens = u64::MAX))]
+    fn settle(&self, request_id: &str, num_tokens: u64) -> PyResult<()> {
+        Ok(self.0.settle(request_id, num_tokens)?)
     }
 
     fn release(&self, request_id: &str) -> PyResult<bool> {

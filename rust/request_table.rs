@@ -76,7 +76,7 @@ pub struct CopyPlan {
     pub shared: usize,
 }
 
-/// Why a transition was refused; the table and the pool are as they were before.
+/// Why a transition was refused; every request is in the state it was in before.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// The host has too few blocks, even if every mirror gave way.
@@ -389,31 +389,35 @@ impl RequestTable {
     /// # Errors
     /// [`TableError::UnknownRequest`], [`TableError::WrongState`] unless it is Loading.
     pub fn finish_load(&self, id: &str, ok: bool) -> Result<(), TableError> {
-        self.mirror(id, State::Loading, ok)
+        self.mirror(id, State::Loading, ok, u64::MAX)
     }
 
     /// Makes a Ready request Mirrored, because it was scheduled without being restored.
+    /// Only its first `num_tokens` tokens are known to be those that were stored: drafts
+    /// may have been rejected since, and what they have in a block will be overwritten.
     ///
     /// # Errors
     /// [`TableError::UnknownRequest`], [`TableError::WrongState`] unless it is Ready.
-    pub fn settle(&self, id: &str) -> Result<(), TableError> {
-        self.mirror(id, State::Ready, true)
+    pub fn settle(&self, id: &str, num_tokens: u64) -> Result<(), TableError> {
+        self.mirror(id, State::Ready, true, num_tokens)
     }
 
-    fn mirror(&self, id: &str, from: State, ok: bool) -> Result<(), TableError> {
+    fn mirror(&self, id: &str, from: State, ok: bool, num_tokens: u64) -> Result<(), TableError> {
         loop {
             let current = self.entry(id)?;
             if current.state != from {
                 return Err(current.wrong_state(from.name()));
             }
+            let num_tokens = num_tokens.min(current.num_tokens);
             let mut partial = Vec::new();
             let next = (ok && !current.doomed).then(|| {
                 let mut tables = current.tables.to_vec();
                 for (table, block_tokens) in tables.iter_mut().zip(&self.block_tokens) {
-                    let full = (current.num_tokens / block_tokens) as usize;
+                    let full = (num_tokens / block_tokens) as usize;
                     partial.extend(table.drain(full.min(table.len())..).filter(|&b| b != 0));
                 }
                 Arc::new(Entry {
+                    num_tokens,
                     tables: tables.into(),
                     stamp: self.clock.fetch_add(1, Ordering::Relaxed),
                     ..current.with(State::Mirrored, false)
@@ -636,7 +640,7 @@ mod tests {
         }
         assert_eq!(table.complete_store(id, 0, true), Ok(true));
         if state == "Mirrored" {
-            table.settle(id).unwrap();
+            table.settle(id, num_tokens).unwrap();
         } else if state == "Loading" {
             table.begin_load(id, 0, num_tokens, device).unwrap();
         }
@@ -705,6 +709,22 @@ mod tests {
     }
 
     #[test]
+    fn a_settled_request_keeps_no_block_with_a_rejected_draft() {
+        let (pool, table) = table(8, &[16, 4]);
+        let device = [vec![1, 2, 3], (11..=15).collect()];
+        bring(&table, "a", "Ready", 48, &[device[0].clone(), vec![]], &[]);
+        bring(&table, "b", "Ready", 20, &[vec![], device[1].clone()], &[]);
+        // The last two tokens of the third block were drafts.
+        table.settle("a", 46).unwrap();
+        assert_eq!(state(&table, "a"), Some(("Mirrored", 46)));
+        table.settle("b", u64::MAX).unwrap();
+        assert_eq!(state(&table, "b"), Some(("Mirrored", 20)));
+        assert_eq!(pool.num_free(), 8 - 2 - 5);
+        let plan = table.begin_store("a", 1, 48, &[device[0].clone(), vec![]], &[]).unwrap();
+        assert_eq!((plan.mirrored, plan.pairs), (2, vec![pair(0, 3, 3)]));
+    }
+
+    #[test]
     fn a_released_request_gives_its_blocks_back_once_no_copy_uses_them() {
         for name in STATES {
             for ok in [true, false] {
@@ -763,7 +783,7 @@ mod tests {
             }
             if name != "Ready" {
                 assert_eq!(table.begin_load("a", 0, 20, &device).err(), wrong("Ready"));
-                assert_eq!(table.settle("a").err(), wrong("Ready"));
+                assert_eq!(table.settle("a", 20).err(), wrong("Ready"));
             }
             if name != "Loading" {
                 assert_eq!(table.finish_load("a", true).err(), wrong("Loading"));
@@ -777,7 +797,7 @@ mod tests {
         assert_eq!(table.complete_store("b", 0, true).err(), unknown);
         assert_eq!(table.begin_load("b", 0, 1, &[vec![1]]).err(), unknown);
         assert_eq!(table.finish_load("b", true).err(), unknown);
-        assert_eq!(table.settle("b").err(), unknown);
+        assert_eq!(table.settle("b", 1).err(), unknown);
         bring(&table, "a", "Ready", 1, &[vec![1]], &[]);
         let error = table.finish_load("a", true).unwrap_err();
         assert_eq!(error.to_string(), "request \"a\" is Ready, not Loading");
@@ -892,7 +912,7 @@ mod tests {
             bring(&table, id, "Ready", 32, &[vec![device, device + 1]], &[]);
         }
         for id in ["b", "a", "c"] {
-            table.settle(id).unwrap();
+            table.settle(id, 32).unwrap();
         }
         let plan = table.begin_store("d", 0, 48, &[vec![7, 8, 9]], &[]).unwrap();
         assert_eq!(plan.pairs.len(), 3);
@@ -913,7 +933,7 @@ mod tests {
         assert_eq!((plan.mirrored, plan.pairs.len()), (2, 2));
         assert_eq!((table.status("b"), pool.num_free()), (None, 0));
         table.complete_store("a", 0, true).unwrap();
-        table.settle("a").unwrap();
+        table.settle("a", 64).unwrap();
         let error = table.begin_store("a", 0, 80, &[vec![1, 2, 3, 4, 5]], &[]).unwrap_err();
         assert_eq!(error, TableError::Capacity { needed: 1, available: 0, capacity: 4 });
         assert_eq!(state(&table, "a"), Some(("Mirrored", 64)));
@@ -926,14 +946,14 @@ mod tests {
         for id in ["a", "b", "c"] {
             bring(&table, id, "Ready", 32, &[vec![1, 2]], &keys);
         }
-        table.settle("a").unwrap();
-        table.settle("b").unwrap();
+        table.settle("a", 32).unwrap();
+        table.settle("b", 32).unwrap();
         assert_eq!(pool.num_free(), 2);
         // The two mirrors share both blocks with each other, and with "c".
         let error = table.begin_store("d", 0, 48, &[vec![5, 6, 7]], &[]).unwrap_err();
         assert_eq!(error, TableError::Capacity { needed: 3, available: 2, capacity: 4 });
         assert_eq!(table.counts(), [0, 1, 0, 2]);
-        table.settle("c").unwrap();
+        table.settle("c", 32).unwrap();
         let error = table.begin_store("d", 0, 80, &[vec![5, 6, 7, 8, 9]], &[]).unwrap_err();
         assert_eq!(error, TableError::Capacity { needed: 5, available: 4, capacity: 4 });
         assert_eq!(table.counts(), [0, 0, 0, 3]);

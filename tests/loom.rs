@@ -552,7 +552,7 @@ fn table_begin_store_of_a_mirror_evict_that_mirror() {
         let host = Host::new(2, false);
         let table = table(&host);
         ready(&table, "a", 1);
-        table.settle("a").unwrap();
+        table.settle("a", 16).unwrap();
         let other = {
             let table = table.clone();
             thread::spawn(move || store(&table, "b", 2, &[]))
@@ -579,7 +579,7 @@ fn table_begin_store_of_a_mirror_release() {
         let host = Host::new(3, false);
         let table = table(&host);
         ready(&table, "a", 1);
-        table.settle("a").unwrap();
+        table.settle("a", 16).unwrap();
         let other = {
             let table = table.clone();
             thread::spawn(move || table.release("a").unwrap())

@@ -271,7 +271,7 @@ fn every_load_gets_what_was_stored() {
                     assert_eq!(tokens, request.num_tokens);
                     if random.below(8) == 0 {
                         // Fails if somebody has released it.
-                        let _ = table.settle(&request.id);
+                        let _ = table.settle(&request.id, tokens);
                         calls += 1;
                         continue;
                     }

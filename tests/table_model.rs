@@ -218,7 +218,13 @@ impl TableModel {
         Ok(CopyPlan { pairs, ..Default::default() })
     }
 
-    fn mirror(&mut self, id: &'static str, from: State, ok: bool) -> Result<(), TableError> {
+    fn mirror(
+        &mut self,
+        id: &'static str,
+        from: State,
+        ok: bool,
+        num_tokens: u64,
+    ) -> Result<(), TableError> {
         let entry = self.entry(id)?;
         if entry.state != from {
             return Err(Self::wrong_state(id, &entry, from.name()));
@@ -227,12 +233,14 @@ impl TableModel {
             self.forget(id);
             return Ok(());
         }
+        let num_tokens = num_tokens.min(entry.num_tokens);
         let (full, partial): (BTreeMap<_, _>, BTreeMap<_, _>) =
             entry.hosts.into_iter().partition(|((group, position), _)| {
-                (*position as u64 + 1) * self.block_tokens[*group] <= entry.num_tokens
+                (*position as u64 + 1) * self.block_tokens[*group] <= num_tokens
             });
         let entry = self.entries.get_mut(id).unwrap();
         entry.state = State::Mirrored;
+        entry.num_tokens = num_tokens;
         entry.hosts = full;
         self.mirrors.push(id);
         self.pool.release(&partial.into_values().collect::<Vec<_>>()).unwrap();
@@ -262,7 +270,9 @@ impl TableModel {
         let Some(entry) = self.entries.get(id) else { return Op::Release };
         match entry.state {
             State::Storing { event } => Op::CompleteStore { event, ok },
-            State::Ready if settle => Op::Settle,
+            State::Ready if settle => {
+                Op::Settle { num_tokens: (entry.num_tokens + 1).saturating_sub(cut) }
+            }
             State::Ready => {
                 let num_tokens = entry.num_tokens.saturating_sub(cut);
                 let table = |(group, &block_tokens): (usize, &u64)| {
@@ -306,7 +316,9 @@ enum Op {
     FinishLoad {
         ok: bool,
     },
-    Settle,
+    Settle {
+        num_tokens: u64,
+    },
     Release,
     /// Whatever comes next for the request, if it is preserved.
     Turn {
@@ -375,7 +387,7 @@ fn ops(groups: usize) -> impl Strategy<Value = Vec<(&'static str, Op)>> {
         2 => (0..2u64, mostly()).prop_map(|(event, ok)| Op::CompleteStore { event, ok }),
         2 => begin_load,
         1 => mostly().prop_map(|ok| Op::FinishLoad { ok }),
-        1 => Just(Op::Settle),
+        1 => (0..24u64).prop_map(|num_tokens| Op::Settle { num_tokens }),
         1 => rarely().prop_map(|all| if all { Op::ReleaseAll } else { Op::Release }),
         1 => (0..8usize).prop_map(Op::ClaimByOthers),
         1 => Just(Op::HoldByOthers),
@@ -406,7 +418,7 @@ fn setups() -> impl Strategy<Value = Setup> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn the_table_does_what_the_model_does(setup in setups()) {
@@ -440,11 +452,12 @@ proptest! {
                     prop_assert_eq!(table.begin_load(id, from_tokens, num_tokens, &device), expected);
                 }
                 Op::FinishLoad { ok } => {
-                    let expected = model.mirror(id, State::Loading, ok);
+                    let expected = model.mirror(id, State::Loading, ok, u64::MAX);
                     prop_assert_eq!(table.finish_load(id, ok), expected);
                 }
-                Op::Settle => {
-                    prop_assert_eq!(table.settle(id), model.mirror(id, State::Ready, true));
+                Op::Settle { num_tokens } => {
+                    let expected = model.mirror(id, State::Ready, true, num_tokens);
+                    prop_assert_eq!(table.settle(id, num_tokens), expected);
                 }
                 Op::Release => prop_assert_eq!(table.release(id), Ok(model.release(id))),
                 Op::ReleaseAll => {
