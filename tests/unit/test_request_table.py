@@ -96,6 +96,22 @@ def test_only_what_is_new_is_stored_again(core):
     ]
 
 
+def test_a_settled_request_keeps_no_block_with_tokens_it_may_not_have(core):
+    core.ready("a", 12, [10, 11, 12])
+    core.table.settle("a", 11)
+    assert core.table.status("a") == ("Mirrored", 11)
+    assert pool_state(core.pool) == (6, 0, [1, 1] + [0] * 6)
+    pairs, mirrored, _ = core.ready("a", 12, [20, 21, 22])
+    assert [device for _, device, _ in pairs] == [22]
+    assert mirrored == 2
+
+
+def test_a_request_settled_with_more_than_it_stored_keeps_what_it_stored(core):
+    core.ready("a", 8, [10, 11])
+    core.table.settle("a", 100)
+    assert core.table.status("a") == ("Mirrored", 8)
+
+
 def test_blocks_computed_on_the_device_are_not_loaded(core):
     core.ready("a", 10, [10, 11, 12])
     assert plan(core.table.begin_load("a", 8, 10, [[20, 21, 22]])) == ([(0, 22, 3)], 0, 0)

@@ -252,10 +252,15 @@ class TableMachine(RuleBasedStateMachine):
             self.model.remove(request_id)
 
     @precondition(lambda self: self.having("Ready"))
-    @rule(data=st.data())
-    def settle(self, data):
+    @rule(data=st.data(), known=st.sampled_from([None, None, 9, 4, 3, 0]))
+    def settle(self, data, known):
         request_id = data.draw(st.sampled_from(self.having("Ready")))
-        self.table.settle(request_id)
+        if known is None:
+            self.table.settle(request_id)
+        else:
+            entry = self.model.entries[request_id]
+            entry.num_tokens = min(entry.num_tokens, known)
+            self.table.settle(request_id, known)
         self.becomes_mirror(request_id)
 
     @rule(request_id=st.sampled_from(IDS))
