@@ -26,6 +26,9 @@ use crate::block_pool::{BlockId, BlockKey, BlockPool, PoolError};
 use crate::cow_map::CowMap;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
+/// The longest block table of a request: beyond a hundred million tokens in any model.
+pub const MAX_BLOCKS: u64 = 1 << 24;
+
 /// Where the KV of a request stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
@@ -143,6 +146,16 @@ pub enum TableError {
         /// Tokens stored.
         stored: u64,
     },
+    /// The request has more tokens than any engine has blocks for.
+    #[error(
+        "{num_tokens} tokens in blocks of {block_tokens}; a request has at most {MAX_BLOCKS} blocks"
+    )]
+    TooLong {
+        /// Tokens to store.
+        num_tokens: u64,
+        /// Tokens per block.
+        block_tokens: u64,
+    },
     /// A host block was misused.
     #[error(transparent)]
     Pool(#[from] PoolError),
@@ -247,6 +260,11 @@ impl RequestTable {
         keys: &[Vec<BlockKey>],
     ) -> Result<CopyPlan, TableError> {
         self.check_groups(device.len())?;
+        if let Some(&block_tokens) =
+            self.block_tokens.iter().find(|&&tokens| num_tokens.div_ceil(tokens) > MAX_BLOCKS)
+        {
+            return Err(TableError::TooLong { num_tokens, block_tokens });
+        }
         loop {
             let current = self.entries.get(id);
             if let Some(entry) = current.as_ref().filter(|e| e.doomed || e.state != State::Mirrored)
@@ -456,7 +474,7 @@ impl RequestTable {
     /// # Errors
     /// [`TableError::Pool`] if a block was misused.
     pub fn release_all(&self) -> Result<(), TableError> {
-        // First, so that nothing stored until now can be found, whenever it is complete.
+        // First, so that the blocks released below are free and not evictable.
         self.pool.clear_index();
         let ids: Vec<_> = self.entries.values().map(|entry| entry.id.clone()).collect();
         for id in ids {

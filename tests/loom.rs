@@ -87,7 +87,9 @@ impl Host {
         owned.sort_unstable();
         assert!(owned.windows(2).all(|pair| pair[0] < pair[1]), "two owners: {owners:?}");
         assert!(owned.iter().all(|&id| self.pool.ref_count(id) == Ok(1)));
-        assert_eq!(self.pool.num_available() + owned.len(), self.pool.capacity());
+        let (free, evictable) = (self.pool.num_free(), self.pool.num_evictable());
+        assert_eq!([free, evictable, owned.len()].iter().sum::<usize>(), self.pool.capacity());
+        assert!(free.max(evictable) <= self.pool.capacity(), "a count below zero");
         self.pool.release(&owned).unwrap();
         self.assert_unowned();
     }
@@ -249,6 +251,22 @@ fn index_release() {
         assert_eq!((host.pool.num_free(), host.pool.num_evictable()), (0, 1));
         assert_eq!(host.lookup(1), [1]);
         host.assert_conserved(&[&[1]]);
+    });
+}
+
+#[test]
+fn index_release_of_the_only_reference() {
+    model(|| {
+        let host = Host::new(1, true);
+        host.claim(1, 1).unwrap();
+        let other = spawn(&host, |host| host.pool.release(&[1]).unwrap());
+        // A caller should hold a reference, but one that does not harms nobody.
+        let indexed = host.pool.index(1, &key(1));
+        assert!(matches!(indexed, Ok(true) | Err(PoolError::Free { .. })));
+        other.join().unwrap();
+        let found = host.lookup(1);
+        assert_eq!(found.len(), host.pool.ref_count(1).unwrap() as usize);
+        host.assert_conserved(&[&found]);
     });
 }
 
@@ -420,6 +438,30 @@ fn claim_that_evicts_lookup() {
         let found = other.join().unwrap();
         assert_eq!(claimed.len() + found.len(), 1, "one of them has the block");
         host.assert_conserved(&[&claimed, &found]);
+    });
+}
+
+#[test]
+fn claim_that_evicts_lookup_and_release() {
+    model(|| {
+        let host = Host::with_evictable(&[1]);
+        let other = spawn(&host, |host| host.pool.release(&host.lookup(1)).unwrap());
+        let claimed = host.claim(1, 2).unwrap_or_default();
+        other.join().unwrap();
+        host.assert_conserved(&[&claimed]);
+    });
+}
+
+#[test]
+fn claim_that_evicts_release() {
+    model(|| {
+        let host = Host::new(1, true);
+        let ids = host.claim(1, 1).unwrap();
+        host.pool.index(1, &key(1)).unwrap();
+        let other = spawn(&host, |host| host.claim(1, 2).unwrap_or_default());
+        assert_eq!(host.read(1), 1);
+        host.pool.release(&ids).unwrap();
+        host.assert_conserved(&[&other.join().unwrap()]);
     });
 }
 
