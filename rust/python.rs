@@ -18,16 +18,26 @@ use crate::host_copy;
 use crate::request_table::{self, BlockPair, CopyPlan, State, TableError};
 use crate::transfer::{self, Direction, Region, Segment, TransferError};
 
-create_exception!(preempt_offload, OffloadError, PyException, "Base of this package's errors.");
 create_exception!(
-    preempt_offload,
+    preempt_offload._core,
+    OffloadError,
+    PyException,
+    "Base of this package's errors."
+);
+create_exception!(
+    preempt_offload._core,
     CapacityError,
     OffloadError,
     "Too few host blocks; `needed`, `available` and `capacity` count blocks."
 );
-create_exception!(preempt_offload, BlockError, OffloadError, "A host block was misused.");
-create_exception!(preempt_offload, StateError, OffloadError, "A call out of turn.");
-create_exception!(preempt_offload, AddressError, OffloadError, "A block or address out of bounds.");
+create_exception!(preempt_offload._core, BlockError, OffloadError, "A host block was misused.");
+create_exception!(preempt_offload._core, StateError, OffloadError, "A call out of turn.");
+create_exception!(
+    preempt_offload._core,
+    AddressError,
+    OffloadError,
+    "A block or address out of bounds."
+);
 
 fn capacity_error(text: String, needed: usize, available: usize, capacity: usize) -> PyErr {
     Python::attach(|py| {
@@ -62,7 +72,9 @@ impl From<TableError> for PyErr {
                 capacity_error(text, needed, available, capacity)
             }
             TableError::Pool(error) => error.into(),
-            TableError::GroupCount { .. } => PyValueError::new_err(text),
+            TableError::GroupCount { .. } | TableError::TooLong { .. } => {
+                PyValueError::new_err(text)
+            }
             _ => StateError::new_err(text),
         }
     }
@@ -80,8 +92,21 @@ impl From<TransferError> for PyErr {
     }
 }
 
-#[pyclass(frozen)]
+#[pyclass(frozen, module = "preempt_offload._core")]
 struct BlockPool(Arc<block_pool::BlockPool>);
+
+impl BlockPool {
+    /// Ids as the pool counts them; what is no id of any pool is none of this one's.
+    fn ids(&self, blocks: Vec<i64>) -> PyResult<Vec<block_pool::BlockId>> {
+        let capacity = self.0.capacity();
+        let foreign = |block| {
+            let text =
+                format!("block {block} is not in this pool, whose blocks are 1..={capacity}");
+            BlockError::new_err(text)
+        };
+        blocks.into_iter().map(|block| block.try_into().map_err(|_| foreign(block))).collect()
+    }
+}
 
 #[pymethods]
 impl BlockPool {
@@ -106,24 +131,24 @@ impl BlockPool {
         self.0.num_evictable()
     }
 
-    fn ref_count(&self, block: u32) -> PyResult<u32> {
-        Ok(self.0.ref_count(block)?)
+    fn ref_count(&self, block: i64) -> PyResult<u32> {
+        Ok(self.0.ref_count(self.ids(vec![block])?[0])?)
     }
 
     fn claim<'py>(&self, py: Python<'py>, n: usize) -> PyResult<Bound<'py, PyArray1<u32>>> {
         Ok(self.0.claim(n)?.into_pyarray(py))
     }
 
-    fn retain(&self, blocks: Vec<u32>) -> PyResult<()> {
-        Ok(self.0.retain(&blocks)?)
+    fn retain(&self, blocks: Vec<i64>) -> PyResult<()> {
+        Ok(self.0.retain(&self.ids(blocks)?)?)
     }
 
-    fn release(&self, blocks: Vec<u32>) -> PyResult<()> {
-        Ok(self.0.release(&blocks)?)
+    fn release(&self, blocks: Vec<i64>) -> PyResult<()> {
+        Ok(self.0.release(&self.ids(blocks)?)?)
     }
 
-    fn index(&self, block: u32, block_hash: &[u8], group: u16) -> PyResult<bool> {
-        Ok(self.0.index(block, &BlockKey::new(block_hash, group)?)?)
+    fn index(&self, block: i64, block_hash: &[u8], group: u16) -> PyResult<bool> {
+        Ok(self.0.index(self.ids(vec![block])?[0], &BlockKey::new(block_hash, group)?)?)
     }
 
     fn lookup(&self, block_hash: &[u8], group: u16) -> PyResult<Option<u32>> {
@@ -141,7 +166,7 @@ fn py_plan(py: Python<'_>, plan: CopyPlan) -> PyResult<PyPlan<'_>> {
     Ok((flat.into_pyarray(py).reshape([rows, 3])?, plan.mirrored, plan.shared))
 }
 
-#[pyclass(frozen)]
+#[pyclass(frozen, module = "preempt_offload._core")]
 struct RequestTable(request_table::RequestTable);
 
 #[pymethods]
@@ -218,7 +243,7 @@ impl RequestTable {
     }
 }
 
-#[pyclass(frozen)]
+#[pyclass(frozen, module = "preempt_offload._core")]
 struct CompletionTracker(completion::CompletionTracker);
 
 #[pymethods]
@@ -278,7 +303,7 @@ fn regions(regions: Vec<(u64, u64)>) -> Vec<Region> {
 type PyDescriptors<'py> =
     (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
-#[pyclass(frozen)]
+#[pyclass(frozen, module = "preempt_offload._core")]
 struct BlockLayout(transfer::BlockLayout);
 
 #[pymethods]

@@ -8,6 +8,9 @@
 
 use crate::request_table::BlockPair;
 
+/// The most KV cache groups: block keys number them with 16 bits.
+pub const MAX_GROUPS: usize = 1 << 16;
+
 /// Which way to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
@@ -152,7 +155,8 @@ impl BlockLayout {
     /// blocks `1..=num_host_blocks`, with every segment inside the given regions.
     ///
     /// # Errors
-    /// [`TransferError::OutOfRegion`], [`TransferError::BadSegment`].
+    /// [`TransferError::OutOfRegion`], [`TransferError::BadSegment`],
+    /// [`TransferError::UnknownGroup`] beyond [`MAX_GROUPS`].
     pub fn new(
         num_device_blocks: u32,
         num_host_blocks: u32,
@@ -161,6 +165,10 @@ impl BlockLayout {
         host: &[Region],
     ) -> Result<Self, TransferError> {
         let groups = segments.iter().map(|s| s.group as usize + 1).max().unwrap_or(0);
+        if groups > MAX_GROUPS {
+            let group = groups as u32 - 1;
+            return Err(TransferError::UnknownGroup { group, groups: MAX_GROUPS });
+        }
         let mut by_group = vec![Vec::new(); groups];
         for (i, segment) in segments.iter().enumerate() {
             let Segment { stride, bytes, .. } = *segment;

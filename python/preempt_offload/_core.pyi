@@ -101,8 +101,11 @@ class RequestTable:
         """Plans the restore of tokens ``from_tokens..num_tokens``; raises ``StateError``."""
     def finish_load(self, request_id: str, ok: bool) -> None:
         """Ends a load; the request is mirrored or, if it failed or was released, gone."""
-    def settle(self, request_id: str) -> None:
-        """Makes a ready request mirrored: it was scheduled without being restored."""
+    def settle(self, request_id: str, num_tokens: int) -> None:
+        """Makes a ready request mirrored: it was scheduled without being restored.
+
+        Of what was stored, the first ``num_tokens`` tokens are what they will be.
+        """
     def release(self, request_id: str) -> bool:
         """Forgets a request that has ended; ``False`` if it was not preserved."""
     def release_all(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from preempt_offload.log import get_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -35,7 +35,9 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "block_bytes",
     "block_tokens",
+    "check_children",
     "check_version",
+    "current_transfer_config",
     "find_offload_connector",
     "hides_data_parallel_size",
     "recompute_flag",
@@ -128,6 +130,29 @@ def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[i
         first = request.num_computed_tokens // single.block_size
         found |= {block.block_id for block in blocks[first:] if block.block_hash is not None}
     return found
+
+
+def check_children(transfer: KVTransferConfig | None) -> None:
+    """Refuses what has no effect inside a child of MultiConnector.
+
+    Raises:
+        ValueError: A child sets ``kv_load_failure_policy``.
+    """
+    children = (transfer.kv_connector_extra_config if transfer else {}).get("connectors", ())
+    for child in children:
+        if "kv_load_failure_policy" in child:
+            raise ValueError(
+                f"kv_load_failure_policy of {child.get('kv_connector')} has no effect inside a "
+                "child of MultiConnector: put it at the top level of --kv-transfer-config"
+            )
+
+
+def current_transfer_config() -> KVTransferConfig | None:
+    """The transfer config that the user gave, where vLLM tells; a child only sees its own."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none()
+    return current.kv_transfer_config if current is not None else None
 
 
 def find_offload_connector(connector: Any) -> Any:

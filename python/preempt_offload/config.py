@@ -11,6 +11,9 @@ from preempt_offload.log import get_logger
 
 logger = get_logger(__name__)
 
+# Blocks are numbered with 32 bits.
+MAX_BLOCKS = 2**32 - 1
+
 _BYTE_KEYS = ("cpu_bytes_to_use_per_rank", "cpu_bytes_to_use")
 
 
@@ -115,7 +118,12 @@ class OffloadConfig:
         else:
             source = "offload_host_memory_ratio"
             given = f"{self.offload_host_memory_ratio} of {num_device_blocks} device blocks"
-            num_blocks = int(self.offload_host_memory_ratio * num_device_blocks)
+            num_blocks = int(min(self.offload_host_memory_ratio, MAX_BLOCKS) * num_device_blocks)
+        if num_blocks > MAX_BLOCKS:
+            raise ValueError(
+                f"{source} ({given}) is more than {MAX_BLOCKS} KV blocks of {block_bytes} bytes "
+                "per rank; lower it"
+            )
         if num_blocks < 1:
             raise ValueError(
                 f"{source} ({given}) is less than one KV block per rank, which takes "

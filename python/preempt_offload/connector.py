@@ -49,6 +49,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_version(vllm.__version__)
+        compat.check_children(compat.current_transfer_config())
         config = OffloadConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
         budget = config.budget(

@@ -69,6 +69,8 @@ class OffloadScheduler:
         self._load_requests: list[str] = []
         self._storing: dict[int, list[str]] = {}
         self._loading: set[str] = set()
+        # Those of them whose load has failed on some rank.
+        self._failed_loads: set[str] = set()
         # Requests whose load is through, but which have not been scheduled since.
         self._landed: set[str] = set()
 
@@ -194,10 +196,10 @@ class OffloadScheduler:
         status = self.table.status(request_id)
         if status is None or status[0] != "Ready":
             return
-        if num_external_tokens == 0:
-            self.table.settle(request_id)
-            return
         num_tokens = self._restorable_tokens(request, status[1])
+        if num_external_tokens == 0:
+            self.table.settle(request_id, num_tokens)
+            return
         first = num_tokens - num_external_tokens
         pairs, _, _ = self.table.begin_load(request_id, first, num_tokens, block_ids)
         self._load_pairs.append(pairs)
@@ -241,9 +243,8 @@ class OffloadScheduler:
             reported: Stores that are through on some ranks, and loads that failed.
             finished_recving: Requests whose load is through on every rank, ours or not.
         """
-        failed_loads: frozenset[str] = frozenset()
         if reported is not None:
-            failed_loads = reported.failed_loads
+            self._failed_loads |= reported.failed_loads
             for event, by_rank in reported.stores.items():
                 for rank, ok in by_rank.items():
                     decided = self._completion.report(event, rank, ok)
@@ -253,7 +254,8 @@ class OffloadScheduler:
             self._loading.discard(request_id)
             if self.table.status(request_id) is not None:
                 self._landed.add(request_id)
-            self.table.finish_load(request_id, request_id not in failed_loads)
+            self.table.finish_load(request_id, request_id not in self._failed_loads)
+            self._failed_loads.discard(request_id)
 
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""

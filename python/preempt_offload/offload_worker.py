@@ -57,8 +57,14 @@ class OffloadWorker:
         """Takes the KV caches, by layer name, and allocates the host pool for them.
 
         Raises:
-            ValueError: A cache's layout does not add up.
+            ValueError: A cache's layout does not add up, or is not in host memory.
         """
+        for layer, cache in kv_caches.items():
+            if cache.device.type != "cpu":
+                raise ValueError(
+                    f"the KV cache of layer {layer!r} is on {cache.device}; this version of "
+                    "preempt-offload preserves KV caches in host memory only"
+                )
         layout = CacheLayout.of(kv_caches, self._kv_cache_config)
         self._device = HostDevice(
             layout, num_host_blocks=self._num_host_blocks, threads=self._copy_threads

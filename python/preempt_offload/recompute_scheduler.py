@@ -48,6 +48,7 @@ class RecomputeScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        compat.check_children(self.vllm_config.kv_transfer_config)
         self._offload = compat.find_offload_connector(self.connector)
         if self._offload is not None:
             self._offload.scheduler_asks()

@@ -48,6 +48,9 @@ def registry(monkeypatch):
     registry = dict(KVConnectorFactory._registry)
     registry.pop(plugin.NAME, None)
     monkeypatch.setattr(KVConnectorFactory, "_registry", registry)
+    # Registering wraps this; put back what is there now.
+    wrapped = KVConnectorFactory.register_connector
+    monkeypatch.setattr(KVConnectorFactory, "register_connector", wrapped)
     return registry
 
 

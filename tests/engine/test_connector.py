@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_support import SPEC, kv_cache_config, random_
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
@@ -312,15 +312,20 @@ def test_multi_connector_takes_us_as_a_child(make):
     assert ours.scheduler.pool.capacity == 8
 
 
-@pytest.mark.xfail(strict=True, reason="the key is looked for in the extra config alone")
 def test_load_failure_policy_inside_a_child_is_told_where_it_belongs(make):
     child = {
         "kv_connector": "PreemptOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    with pytest.raises(ValueError, match=r"kv_load_failure_policy .* top level"):
-        make(SCHEDULER, {"connectors": [child]}, transfer={"kv_connector": "MultiConnector"})
+    extra = {"connectors": [child]}
+    whole = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    # As in a worker, where vLLM tells everybody the config that the user gave.
+    with (
+        set_current_vllm_config(whole),
+        pytest.raises(ValueError, match=r"kv_load_failure_policy .* top level"),
+    ):
+        make(SCHEDULER, extra, transfer={"kv_connector": "MultiConnector"})
 
 
 def test_the_connector_needs_its_transfer_config(vllm_config):

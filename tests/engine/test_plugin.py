@@ -58,7 +58,6 @@ def test_a_name_that_is_taken_stays_with_who_has_it(registry, monkeypatch, log):
     assert_tells_who_serves_the_name(log, THEIRS[0])
 
 
-@pytest.mark.xfail(strict=True, reason="register_connector refuses a name that is registered")
 def test_a_name_that_others_want_too_does_not_end_the_engine(registry, monkeypatch, log):
     load_plugins(monkeypatch, plugin.register, register_theirs)
     owner = KVConnectorFactory.get_connector_class(OURS).__module__
@@ -66,7 +65,6 @@ def test_a_name_that_others_want_too_does_not_end_the_engine(registry, monkeypat
     assert_tells_who_serves_the_name(log, owner)
 
 
-@pytest.mark.xfail(strict=True, reason="the class of whoever has the name is loaded to name it")
 def test_a_name_taken_by_what_cannot_be_loaded_does_not_end_the_engine(registry, monkeypatch, log):
     load_plugins(monkeypatch, lambda: register_theirs("not_installed_here"), plugin.register)
     (warning,) = log.warnings

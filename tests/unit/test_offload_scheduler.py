@@ -343,7 +343,6 @@ def test_many_preemptions_hold_no_more_blocks_than_the_request_has(scene):
     scene.assert_nothing_left()
 
 
-@pytest.mark.xfail(strict=True, reason="settle takes what was stored for what is valid")
 def test_rejected_drafts_are_not_mirrored(scene):
     # Preempted with three drafts in flight: 13 tokens stored, of which 11 turn out right.
     request = Request("a", num_tokens=10, num_output_placeholders=4)
@@ -405,7 +404,6 @@ def test_a_load_that_failed_leaves_nothing(scene, request_a):
     scene.assert_nothing_left()
 
 
-@pytest.mark.xfail(strict=True, reason="a failure is forgotten if it comes before the last rank")
 def test_a_load_that_failed_before_the_last_worker_was_through_leaves_nothing(request_a):
     scene = Scene(world_size=2)
     scene.preserve(request_a, BLOCKS, 10)

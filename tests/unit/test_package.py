@@ -106,13 +106,7 @@ def test_the_stub_has_every_name_of_the_module_and_no_other():
     assert public == set(CLASSES)
 
 
-BEHIND = pytest.mark.xfail(strict=True, reason="the stub of settle() lacks num_tokens")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=BEHIND) if name == "RequestTable" else name for name in CLASSES],
-)
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_stub_of_a_class_matches_it(name):
     runtime, stub = getattr(_core, name), members(CLASSES[name])
     public = {member for member in vars(runtime) if not member.startswith("_")}
@@ -133,7 +127,6 @@ def test_the_stub_has_the_bases_of_the_errors(name):
     assert list(getattr(_core, name).__bases__) == bases
 
 
-@pytest.mark.xfail(strict=True, reason="the exceptions say they live in preempt_offload")
 def test_an_error_crosses_between_processes():
     with pytest.raises(_core.CapacityError) as caught:
         _core.BlockPool(1).claim(2)
@@ -142,7 +135,6 @@ def test_an_error_crosses_between_processes():
     assert (received.needed, received.available, received.capacity) == (2, 1, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="it allocates a table as long as the tokens say and aborts")
 def test_absurdly_many_tokens_are_an_error_and_do_not_end_the_process():
     code = (
         "from preempt_offload import _core\n"
