@@ -207,7 +207,7 @@ impl BlockPool {
             let evicted = if most < n { 0 } else { self.evict(n - free) };
             let now = self.free.load(Ordering::Acquire);
             if evicted == 0 && now <= free {
-                // Enough were evictable, but others were faster: what is free is left.
+                // Where enough were evictable, others were faster and left what is free.
                 let available = if most < n { most } else { now };
                 return Err(PoolError::Exhausted { needed: n, available, capacity: self.capacity });
             }

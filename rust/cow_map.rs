@@ -85,3 +85,71 @@ impl<K: Clone + Eq + Hash, V> CowMap<K, V> {
         })
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_replaced_only_in_the_place_of_the_very_value_expected() {
+        for buckets in [1, 16] {
+            let map: CowMap<u32, &str> = CowMap::new(buckets);
+            let [a, b] = ["a", "b"].map(Arc::new);
+            assert!(map.compare_exchange(&1, None, Some(a.clone())));
+            assert!(!map.compare_exchange(&1, None, Some(b.clone())), "there is one");
+            assert!(!map.compare_exchange(&1, Some(&b), None), "another one");
+            assert!(!map.compare_exchange(&1, Some(&Arc::new("a")), None), "an equal one");
+            assert!(!map.compare_exchange(&2, Some(&a), None), "there is none");
+            assert_eq!(map.get(&1), Some(a.clone()));
+            assert!(map.compare_exchange(&1, Some(&a), Some(b.clone())));
+            assert_eq!((map.get(&1), map.get(&2)), (Some(b.clone()), None));
+            assert!(map.compare_exchange(&1, Some(&b), None));
+            assert_eq!((map.get(&1), map.values().count()), (None, 0));
+            assert!(map.compare_exchange(&1, None, None));
+        }
+    }
+
+    #[test]
+    fn keys_of_one_bucket_do_not_disturb_each_other() {
+        let map: CowMap<Arc<str>, usize> = CowMap::new(2);
+        let values: Vec<_> = (0..20).map(Arc::new).collect();
+        let key = |i: usize| Arc::from(format!("key {i}"));
+        for (i, value) in values.iter().enumerate() {
+            assert!(map.compare_exchange(&key(i), None, Some(value.clone())));
+        }
+        for i in (0..20).step_by(2) {
+            assert!(map.compare_exchange(&key(i), Some(&values[i]), None));
+        }
+        for i in 0..20 {
+            assert_eq!(map.get(&*key(i)).as_deref(), (i % 2 == 1).then_some(&i));
+        }
+        let mut left: Vec<_> = map.values().map(|value| *value).collect();
+        left.sort_unstable();
+        assert_eq!(left, (1..20).step_by(2).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn no_change_is_lost_between_threads() {
+        let map: CowMap<u32, u32> = CowMap::new(2);
+        for key in 0..4 {
+            assert!(map.compare_exchange(&key, None, Some(Arc::new(0))));
+        }
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for i in 0..2000 {
+                        let key = i % 4;
+                        loop {
+                            let now = map.get(&key).unwrap();
+                            let next = Some(Arc::new(*now + 1));
+                            if map.compare_exchange(&key, Some(&now), next) {
+                                break;
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert!(map.values().all(|count| *count == 2000));
+    }
+}
