@@ -930,6 +930,22 @@ mod tests {
     }
 
     #[test]
+    fn keys_that_look_alike_in_the_table_are_told_apart() {
+        // Of so many keys, a few have the 32 bits in common that the table holds.
+        let pool = BlockPool::new(2, true);
+        let mut by_tag = std::collections::HashMap::new();
+        let tag = |n| pool.index.as_ref().unwrap().set(&key(n)).1;
+        let twin = |n| by_tag.insert(tag(n), n).map(|other| (other, n));
+        let (a, b) = (0..1_000_000).find_map(twin).unwrap();
+        pool.claim(2).unwrap();
+        assert_eq!(pool.index(1, &key(a)), Ok(true));
+        assert_eq!(pool.lookup(&key(b)), None);
+        assert_eq!(pool.ref_count(1), Ok(1));
+        assert_eq!(pool.index(2, &key(b)), Ok(true));
+        assert_eq!((pool.lookup(&key(a)), pool.lookup(&key(b))), (Some(1), Some(2)));
+    }
+
+    #[test]
     fn a_pool_without_index_finds_nothing() {
         let pool = BlockPool::new(2, false);
         let ids = pool.claim(1).unwrap();
