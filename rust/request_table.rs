@@ -250,7 +250,7 @@ impl RequestTable {
     ///
     /// # Errors
     /// [`TableError::Capacity`], [`TableError::WrongState`] unless the request is
-    /// unknown or Mirrored, [`TableError::GroupCount`].
+    /// unknown or Mirrored, [`TableError::GroupCount`], [`TableError::TooLong`].
     pub fn begin_store(
         &self,
         id: &str,
@@ -897,6 +897,19 @@ mod tests {
         assert_eq!(text, "1 block tables given for 2 KV cache groups");
         let store = table.begin_store("b", 0, 1, &[vec![1], vec![1], vec![1]], &[]);
         assert_eq!(store, Err(TableError::GroupCount { expected: 2, found: 3 }));
+    }
+
+    #[test]
+    fn a_request_longer_than_any_is_an_error_and_no_allocation() {
+        let (pool, table) = table(8, &[1 << 40, 16]);
+        for num_tokens in [16 * MAX_BLOCKS + 1, u64::MAX] {
+            let error = table.begin_store("a", 0, num_tokens, &[vec![], vec![]], &[]).unwrap_err();
+            assert_eq!(error, TableError::TooLong { num_tokens, block_tokens: 16 });
+        }
+        let error = TableError::TooLong { num_tokens: 1 << 30, block_tokens: 16 };
+        let text = "1073741824 tokens in blocks of 16; a request has at most 16777216 blocks";
+        assert_eq!(error.to_string(), text);
+        assert_eq!((table.status("a"), pool.num_free()), (None, 8));
     }
 
     #[test]

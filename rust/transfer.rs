@@ -481,6 +481,18 @@ mod tests {
     }
 
     #[test]
+    fn there_are_only_so_many_groups() {
+        let new = |group| {
+            let segments = [segment(group, 0, 64, 64, 0)];
+            BlockLayout::new(100, 50, &segments, &EVERYWHERE, &EVERYWHERE).map(|_| ())
+        };
+        assert_eq!(new(MAX_GROUPS as u32 - 1), Ok(()));
+        for group in [MAX_GROUPS as u32, u32::MAX] {
+            assert_eq!(new(group), Err(TransferError::UnknownGroup { group, groups: MAX_GROUPS }));
+        }
+    }
+
+    #[test]
     fn segments_that_do_not_add_up_are_refused() {
         let good = segment(0, 0, 64, 64, 0);
         let bad = |segment: Segment| {
