@@ -166,7 +166,7 @@ impl BlockLayout {
     ) -> Result<Self, TransferError> {
         let groups = segments.iter().map(|s| s.group as usize + 1).max().unwrap_or(0);
         if groups > MAX_GROUPS {
-            let group = groups as u32 - 1;
+            let group = (groups - 1) as u32;
             return Err(TransferError::UnknownGroup { group, groups: MAX_GROUPS });
         }
         let mut by_group = vec![Vec::new(); groups];
