@@ -27,14 +27,14 @@ check: lint rust-test python-test
 
 format: $(DEV)/.ready
 	cargo fmt
-	$(DEV)/bin/ruff format python tests
-	$(DEV)/bin/ruff check --fix python tests
+	$(DEV)/bin/ruff format python tests examples
+	$(DEV)/bin/ruff check --fix python tests examples
 
 lint: $(DEV)/.ready
-	$(PART) "format" bash -c 'cargo fmt --check && $(DEV)/bin/ruff format --check python tests'
+	$(PART) "format" bash -c 'cargo fmt --check && $(DEV)/bin/ruff format --check python tests examples'
 	$(PART) "lints" bash -c 'cargo clippy --all-targets -- -D warnings && \
 		PYO3_PYTHON=$(CURDIR)/$(DEV)/bin/python cargo clippy --features python -- -D warnings && \
-		$(DEV)/bin/ruff check python tests'
+		$(DEV)/bin/ruff check python tests examples'
 	$(PART) "types" $(DEV)/bin/mypy
 
 rust-test:
@@ -77,7 +77,8 @@ $(UV):
 
 .venv/%/.ready: environments/%.txt $(UV)
 	$(UV) venv -q --clear --python $(PYTHON) .venv/$*
-	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r environments/$*.txt
+	# Compiled once here instead of at every start of an engine.
+	$(UV) pip install -q --compile-bytecode --python .venv/$*/bin/python --no-deps -r environments/$*.txt
 	touch $@
 
 $(WHEEL): $(PACKAGE) $(DEV)/.ready

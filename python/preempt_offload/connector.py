@@ -198,6 +198,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether copies are under way; the engine must go on stepping."""
         return self._scheduler.has_pending_transfers()
 
+    def take_lost_requests(self) -> list[str]:
+        """Requests whose stores have failed since the last call."""
+        return self._scheduler.take_lost_requests()
+
     def is_loading(self, req_id: str) -> bool:
         """Whether a load of the request is under way."""
         return self._scheduler.is_loading(req_id)

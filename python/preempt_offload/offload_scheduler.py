@@ -71,6 +71,8 @@ class OffloadScheduler:
         self._loading: set[str] = set()
         # Those of them whose load has failed on some rank.
         self._failed_loads: set[str] = set()
+        # Requests whose store has failed, for the engine's scheduler to take.
+        self._lost: list[str] = []
         # Requests whose load is through, but which have not been scheduled since.
         self._landed: set[str] = set()
 
@@ -110,7 +112,7 @@ class OffloadScheduler:
             self.stats.not_preserved += 1
             logger.warning(
                 "CPU cache has %d free blocks of %d, but preserving request %s (%d tokens) "
-                "needs %d; its KV will be recomputed. Raise the budget if this is frequent",
+                "needs %d; its KV is lost. Raise the budget if this is frequent",
                 error.available,
                 error.capacity,
                 request_id,
@@ -150,6 +152,11 @@ class OffloadScheduler:
     def has_pending_transfers(self) -> bool:
         """Whether copies are planned or under way; the engine must go on stepping."""
         return bool(self._storing or self._loading)
+
+    def take_lost_requests(self) -> list[str]:
+        """Requests that were to be preserved, but whose stores have failed since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     # ---- vLLM's connector interface ----
 
@@ -300,7 +307,8 @@ class OffloadScheduler:
         for request_id in self._storing.pop(event):
             self.table.complete_store(request_id, event, ok)
             if not ok:
-                logger.error("Storing request %s failed; its KV will be recomputed", request_id)
+                logger.error("Storing request %s failed; its KV is lost", request_id)
+                self._lost.append(request_id)
 
     def _warn_of_no_op(self, request: Request) -> None:
         if self._no_op_advice is not None and request.num_preemptions > 0:

@@ -60,11 +60,13 @@ class OffloadWorker:
             ValueError: A cache's layout does not add up, or is not in host memory.
         """
         for layer, cache in kv_caches.items():
-            if cache.device.type != "cpu":
-                raise ValueError(
-                    f"the KV cache of layer {layer!r} is on {cache.device}; this version of "
-                    "preempt-offload preserves KV caches in host memory only"
-                )
+            # Some backends register a tuple of tensors for each layer.
+            for part in cache if isinstance(cache, tuple | list) else (cache,):
+                if part.device.type != "cpu":
+                    raise ValueError(
+                        f"the KV cache of layer {layer!r} is on {part.device}; this version of "
+                        "preempt-offload preserves KV caches in host memory only"
+                    )
         layout = CacheLayout.of(kv_caches, self._kv_cache_config)
         self._device = HostDevice(
             layout, num_host_blocks=self._num_host_blocks, threads=self._copy_threads

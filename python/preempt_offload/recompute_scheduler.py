@@ -65,8 +65,13 @@ class RecomputeScheduler(Scheduler):
             self.kv_cache_manager.evict_blocks(cached)
         super()._preempt_request(request, *args, **kwargs)
         if not preserved and self._returns_unpreserved:
-            self.waiting.remove_request(request)
-            self._unpreserved.append(request)
+            self._take_back(request)
+
+    def _take_back(self, request: Request) -> None:
+        """Takes a preempted request out of the queues, to be returned to the proxy."""
+        self.waiting.remove_requests((request,))
+        self.skipped_waiting.remove_requests((request,))
+        self._unpreserved.append(request)
 
     def _preserve(self, request: Request) -> bool:
         if self._offload is None:
@@ -94,6 +99,11 @@ class RecomputeScheduler(Scheduler):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if self._offload is not None:
+            for request_id in self._offload.take_lost_requests():
+                request = self.requests.get(request_id)
+                if request is not None and self._returns_unpreserved:
+                    self._take_back(request)
         if self._unpreserved:
             self._return_unpreserved(outputs)
         return outputs

@@ -1,10 +1,7 @@
-import functools
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 from preempt_offload import tiny_model
+from reference import undisturbed_engine
 
 COLUMNS = ("jobs", "preempted", "restored tokens", "recomputed tokens", "fallbacks", "D2H", "H2D")
 
@@ -16,27 +13,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def undisturbed(model):
-    """The tokens of jobs on an engine with room for all of them, without us.
-
-    That engine is in a process of its own, because vLLM has one KV connector per process.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(model,)) as process:
-        yield functools.cache(lambda all_jobs: process.submit(_run, all_jobs).result())
-
-
-def _start(model):
-    global _ample
-    from harness import Engine
-
-    _ample = Engine(model, 600, max_model_len=1024)
-
-
-def _run(all_jobs):
-    outcome = _ample.run(all_jobs)
-    assert not outcome.preemptions
-    assert outcome.recomputed_tokens == 0
-    return outcome.tokens
+    """The tokens of jobs on an engine with room for all of them, without us."""
+    with undisturbed_engine(model) as tokens_of:
+        yield tokens_of
 
 
 @pytest.fixture

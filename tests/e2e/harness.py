@@ -89,6 +89,25 @@ class Outcome:
         return sum(restore.end - restore.start for restore in self.restores)
 
 
+def fail_first_copies(begin, faulty_direction, failed, *, most=3):
+    """A device's ``begin`` that raises for the first copies in one direction.
+
+    Args:
+        begin: What it does otherwise.
+        faulty_direction: ``"d2h"`` or ``"h2d"``.
+        failed: Gets the number of blocks of each copy that fails.
+        most: Copies that fail.
+    """
+
+    def sometimes(direction, pairs):
+        if direction == faulty_direction and len(failed) < most:
+            failed.append(len(pairs))
+            raise OSError("the bus is on fire")
+        return begin(direction, pairs)
+
+    return sometimes
+
+
 class Engine:
     """An in-process engine with a KV cache of ``num_blocks`` blocks of 32 tokens.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import Engine, Job, jobs
+from harness import Engine, Job, fail_first_copies, jobs
 
 CROWD = jobs(seed=13, lengths=[60 + 13 * i % 120 for i in range(24)], max_tokens=80)
 CONSUMER = {"kv_role": "kv_consumer"}
@@ -62,3 +62,30 @@ def test_with_enough_host_memory_nothing_is_returned(model, undisturbed, record,
     assert outcome.recomputed_tokens == 0
     assert outcome.tokens == undisturbed(CROWD)
     assert not any(outcome.stop_reasons.values())
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_requests_whose_store_failed_are_returned(
+    model, undisturbed, record, monkeypatch, async_scheduling
+):
+    failed = []
+    with Engine(
+        model,
+        31,
+        offload={"offload_host_memory_ratio": 4},
+        transfer=CONSUMER,
+        async_scheduling=async_scheduling,
+    ) as engine:
+        device = engine.worker._device
+        monkeypatch.setattr(device, "begin", fail_first_copies(device.begin, "d2h", failed))
+        outcome = engine.run(CROWD)
+    record(outcome, CROWD)
+    returned = [i for i, reason in outcome.stop_reasons.items() if reason == "recomputed"]
+    assert len(failed) == 3
+    # A step's victims are stored by one copy, and share its fate.
+    assert len(returned) >= 3
+    assert outcome.restored_tokens > 0
+    assert outcome.recomputed_tokens == 0
+    expected = undisturbed(CROWD)
+    for i, tokens in outcome.tokens.items():
+        assert tokens == (expected[i][: len(tokens)] if i in returned else expected[i])

@@ -2,19 +2,9 @@
 
 import pytest
 
-from harness import Engine, jobs
+from harness import Engine, fail_first_copies, jobs
 
 CROWD = jobs(seed=29, lengths=[60 + 9 * i % 140 for i in range(24)], max_tokens=60)
-
-
-def fail_first(begin, faulty_direction, failed):
-    def sometimes(direction, pairs):
-        if direction == faulty_direction and len(failed) < 3:
-            failed.append(len(pairs))
-            raise OSError("the bus is on fire")
-        return begin(direction, pairs)
-
-    return sometimes
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -30,7 +20,7 @@ def test_failed_copy(model, undisturbed, record, monkeypatch, policy, direction,
         async_scheduling=async_scheduling,
     ) as engine:
         device = engine.worker._device
-        monkeypatch.setattr(device, "begin", fail_first(device.begin, direction, failed))
+        monkeypatch.setattr(device, "begin", fail_first_copies(device.begin, direction, failed))
         outcome = engine.run(CROWD)
     record(outcome, CROWD)
     assert len(failed) == 3

@@ -392,7 +392,7 @@ def test_a_store_that_failed_on_one_worker_leaves_nothing(log, request_a, failin
     assert scene.ask(request_a) == (0, False)
     assert not scene.scheduler.has_preempted_request("a")
     scene.assert_nothing_left()
-    assert "Storing request a failed; its KV will be recomputed" in log.text
+    assert "Storing request a failed; its KV is lost" in log.text
 
 
 def test_a_load_that_failed_leaves_nothing(scene, request_a):
