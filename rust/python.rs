@@ -362,10 +362,11 @@ impl BlockLayout {
     ) -> PyResult<u64> {
         let pairs = block_pairs(&pairs)?;
         let descriptors = self.0.descriptors(self::direction(direction)?, &pairs)?;
-        // SAFETY: descriptors lie in the regions given to `new`, and no two have a
-        // destination in common. That these regions are live host memory which nobody
-        // else uses during the copy is what the stub's documentation asks of the
-        // caller; devices.py, the only one, keeps the tensors behind them alive.
+        // SAFETY: descriptors lie in the regions given to `new`, and no block is the
+        // destination of two. That these regions are live host memory which nobody else
+        // uses during the copy, and that neither the two sides nor the segments of a group
+        // overlap, is what the stub's documentation asks of the caller; devices.py, the
+        // only one, keeps the tensors behind them alive, and kv_layout.py lays them out.
         py.detach(|| unsafe { host_copy::copy(&descriptors, threads) });
         Ok(descriptors.total_bytes())
     }

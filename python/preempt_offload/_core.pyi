@@ -151,5 +151,6 @@ class BlockLayout:
     def copy(self, direction: Direction, pairs: BlockPairs, threads: int) -> int:
         """Copies with the processor, without the GIL; returns bytes.
 
-        Both sides must be live host memory that nobody else uses meanwhile.
+        Both sides must be live host memory that nobody else uses meanwhile; the regions of
+        the two sides, and the segments of a group, must not overlap.
         """

@@ -40,6 +40,7 @@ __all__ = [
     "current_transfer_config",
     "find_offload_connector",
     "hides_data_parallel_size",
+    "num_nodes",
     "recompute_flag",
     "scheduler_advice",
     "uncomputed_cached_blocks",
@@ -116,6 +117,11 @@ def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:
     engine_id = vllm_config.kv_transfer_config.engine_id or ""
     alone = vllm_config.parallel_config.data_parallel_size == 1
     return alone and re.search(r"_dp\d+$", engine_id) is not None
+
+
+def num_nodes(vllm_config: VllmConfig) -> int:
+    """Machines that share the ranks of one engine."""
+    return int(getattr(vllm_config.parallel_config, "nnodes", 1))
 
 
 def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[int]:

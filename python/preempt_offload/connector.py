@@ -79,7 +79,8 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:
-            host_memory.check_fits(budget.bytes_per_rank, budget.source)
+            local_ranks = parallel.world_size // compat.num_nodes(vllm_config)
+            host_memory.check_fits(budget.bytes_per_rank, budget.source, num_ranks=local_ranks)
             self.worker = OffloadWorker(
                 kv_cache_config,
                 rank=parallel.rank,
@@ -144,9 +145,9 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plans the load into ``blocks``."""
-        self._scheduler.update_state_after_alloc(
-            request, blocks.get_block_ids(), num_external_tokens
-        )
+        # The list is as long as the request; nobody needs it unless there is KV to load.
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
         """What the workers have to copy in this step."""

@@ -27,22 +27,25 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def check_fits(num_bytes: int, source: str, *, root: Path = Path("/")) -> None:
-    """Refuses a host pool that would get this process killed.
+def check_fits(num_bytes: int, source: str, *, num_ranks: int = 1, root: Path = Path("/")) -> None:
+    """Refuses host pools that would get these processes killed.
 
     Args:
-        num_bytes: What is to be allocated.
+        num_bytes: What each rank is to allocate.
         source: The config key to lower if it does not fit.
+        num_ranks: Ranks of this engine on this machine, which all allocate as much.
         root: As for ``available_bytes``.
 
     Raises:
         ValueError: There is less memory than ``num_bytes``.
     """
     available = available_bytes(root)
-    if available is not None and num_bytes > available:
+    needed = num_bytes * num_ranks
+    if available is not None and needed > available:
         raise ValueError(
-            f"the host KV pool needs {num_bytes} bytes ({num_bytes / 2**30:.2f} GiB) on this rank, "
-            f"but only {available} ({available / 2**30:.2f} GiB) are available; lower {source}"
+            f"the host KV pools need {needed} bytes ({needed / 2**30:.2f} GiB) for {num_ranks} "
+            f"rank(s), but only {available} ({available / 2**30:.2f} GiB) are available; "
+            f"lower {source}"
         )
 
 

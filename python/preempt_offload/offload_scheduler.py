@@ -305,8 +305,9 @@ class OffloadScheduler:
 
     def _complete_stores(self, event: int, ok: bool) -> None:
         for request_id in self._storing.pop(event):
+            wanted = self.table.status(request_id) is not None
             self.table.complete_store(request_id, event, ok)
-            if not ok:
+            if wanted and not ok:
                 logger.error("Storing request %s failed; its KV is lost", request_id)
                 self._lost.append(request_id)
 

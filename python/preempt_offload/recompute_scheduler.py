@@ -6,6 +6,7 @@ preempted, where outputs leave, and where the prefix cache is reset.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -50,7 +51,13 @@ class RecomputeScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         compat.check_children(self.vllm_config.kv_transfer_config)
         self._offload = compat.find_offload_connector(self.connector)
-        if self._offload is not None:
+        if self._offload is None:
+            logger.warning(
+                "No PreemptOffloadConnector is configured, so %s preserves no preempted request; "
+                "add it to --kv-transfer-config",
+                type(self).__name__,
+            )
+        else:
             self._offload.scheduler_asks()
         transfer = self.vllm_config.kv_transfer_config
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
@@ -102,7 +109,8 @@ class RecomputeScheduler(Scheduler):
         if self._offload is not None:
             for request_id in self._offload.take_lost_requests():
                 request = self.requests.get(request_id)
-                if request is not None and self._returns_unpreserved:
+                waiting = request is not None and request.status == RequestStatus.PREEMPTED
+                if waiting and self._returns_unpreserved:
                     self._take_back(request)
         if self._unpreserved:
             self._return_unpreserved(outputs)
@@ -135,6 +143,14 @@ class RecomputeScheduler(Scheduler):
                 STOP_REASON,
             )
 
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        if request.num_preemptions > 0:
+            # While its store was under way vLLM has put it among the skipped; if a step that
+            # was still running ends it, vLLM looks for it among the waiting only.
+            self.skipped_waiting.remove_requests((request,))
+        params: dict[str, Any] | None = super()._free_request(request, *args, **kwargs)
+        return params
+
     def has_finished_requests(self) -> bool:
         """Also true while copies are under way, so that the engine goes on stepping."""
         return bool(super().has_finished_requests()) or (
@@ -163,20 +179,20 @@ class RecomputeScheduler(Scheduler):
         return done
 
     def _abandon_loads(self) -> None:
-        """Makes requests that are being restored start again without what was restored."""
-        if self._offload is None:
-            return
-        for request in self.skipped_waiting:
+        """Makes waiting requests that have KV, or are receiving it, start without it."""
+        for request in itertools.chain(self.waiting, self.skipped_waiting):
             request_id = request.request_id
-            restored = request_id in self.finished_recving_kv_req_ids
-            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or not (
-                restored or self._offload.is_loading(request_id)
-            ):
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                if request.num_computed_tokens > 0:
+                    # Restored, and then there was no room for its next token.
+                    self.kv_cache_manager.free(request)
+                    self._inflight_prefills.discard(request)
+                    request.num_computed_tokens = 0
                 continue
             # As after a failed load: nothing of it counts as computed.
             request.num_computed_tokens = 0
             self.failed_recving_kv_req_ids.add(request_id)
-            if restored:
+            if request_id in self.finished_recving_kv_req_ids:
                 self._try_promote_blocked_waiting_request(request)
 
 

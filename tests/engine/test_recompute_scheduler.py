@@ -211,7 +211,8 @@ def test_a_scheduler_without_the_connector_is_as_vllms(vllm_config, log):
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     driver.step_until(second.is_finished)
     assert len(second.output_token_ids) == 60
-    assert not log.records
+    (warning,) = log.warnings
+    assert "No PreemptOffloadConnector is configured" in warning
 
 
 def test_a_scheduler_with_another_connector_is_as_vllms(drive, log):
@@ -474,4 +475,59 @@ def test_what_is_being_loaded_at_a_reset_is_computed_again(drive):
     driver.step_until(second.is_finished)
     assert len(second.output_token_ids) == 60
     driver.step_until(lambda: not driver.scheduler.has_finished_requests())
+    driver.assert_all_back()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_restored_and_finds_no_room_is_computed_again_after_a_reset(drive, asynchronous):
+    driver = drive(
+        {"offload_host_memory_ratio": 4},
+        num_blocks=9,
+        asynchronous=asynchronous,
+        enable_prefix_caching=True,
+    )
+    scheduler = driver.scheduler
+    driver.add("first", 40, first=1)
+    second = driver.add("second", 40, first=2)
+    driver.step_until(lambda: second.num_preemptions)
+    scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.add("third", 16, first=3)
+    driver.add("fourth", 30, first=4)
+
+    def restored_without_room():
+        # Its load takes until the others have taken the last free block.
+        free = driver.manager.block_pool.get_num_free_blocks()
+        driver.hold_loads = second.status == WAITING_FOR_LOAD and free > 0
+        return second.status == RequestStatus.PREEMPTED and second.num_computed_tokens > 0
+
+    driver.step_until(restored_without_room)
+    assert scheduler.reset_prefix_cache(True, True) is True
+    assert second.num_computed_tokens == 0
+    driver.step_until(second.is_finished)
+    driver.step_until(lambda: not scheduler.has_requests())
+    driver.assert_all_back()
+
+
+def test_a_victim_that_an_older_step_ends_is_gone_from_every_queue(drive):
+    """With three steps under way, two of them may have been scheduled before a preemption."""
+    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=8, asynchronous=True)
+    scheduler = driver.scheduler
+    driver.add("first", 40, first=1)
+    second = driver.add("second", 40, first=2)
+    second.sampling_params._all_stop_token_ids = {7}
+    second.sampling_params.stop_token_ids = [7]
+    under_way = []
+    while not second.is_finished():
+        output = driver.schedule()
+        under_way.append((output, driver.execute(output)))
+        if len(under_way) == 3:
+            output, report = under_way.pop(0)
+            if second.num_preemptions and second.num_output_placeholders == 1:
+                assert second in scheduler.skipped_waiting
+                report.sampled_token_ids[report.req_id_to_index["second"]] = [7]
+            driver.update(output, report)
+    assert second not in scheduler.skipped_waiting
+    for output, report in under_way:
+        driver.update(output, report)
+    driver.step_until(lambda: not scheduler.has_requests())
     driver.assert_all_back()

@@ -85,3 +85,10 @@ def test_a_cgroup_over_its_limit_fits_nothing(machine):
 
 def test_where_nothing_is_known_nothing_is_refused(tmp_path):
     check_fits(2**60, "some_key", root=tmp_path)
+
+
+def test_every_rank_on_the_machine_counts(machine):
+    root = machine(available_kib=3 * MIB)
+    check_fits(GIB, "some_key", num_ranks=3, root=root)
+    with pytest.raises(ValueError, match=r"4\.00 GiB\) for 4 rank\(s\).* lower some_key"):
+        check_fits(GIB, "some_key", num_ranks=4, root=root)
