@@ -15,7 +15,7 @@ DEV := .venv/dev
 ENGINE := .venv/vllm-0.23.0
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml README.md $(wildcard rust/*.rs)
 PACKAGE := $(RUST_SOURCES) $(wildcard python/preempt_offload/*)
-WHEEL := target/wheels/.built
+WHEEL := target/package/.built
 
 # Prints how long each part of a longer target took.
 PART = @part() { echo "== $$1"; local start=$$SECONDS; shift; "$$@"; \
@@ -82,12 +82,12 @@ $(UV):
 	touch $@
 
 $(WHEEL): $(PACKAGE) $(DEV)/.ready
-	rm -rf target/wheels
-	$(DEV)/bin/maturin build -q --release --out target/wheels --interpreter $(DEV)/bin/python
+	rm -rf target/package
+	$(DEV)/bin/maturin build -q --release --out target/package --interpreter $(DEV)/bin/python
 	touch $@
 
 .venv/%/.installed: $(WHEEL) .venv/%/.ready
-	$(UV) pip install -q --python .venv/$*/bin/python --no-deps --reinstall target/wheels/*.whl
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps --reinstall target/package/*.whl
 	touch $@
 
 .PRECIOUS: .venv/%/.ready .venv/%/.installed $(WHEEL)
