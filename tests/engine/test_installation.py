@@ -24,7 +24,7 @@ def uv_pip(*args):
 
 @pytest.fixture
 def wheel():
-    (wheel,) = ROOT.glob("target/wheels/preempt_offload-*.whl")
+    (wheel,) = ROOT.glob("target/package/preempt_offload-*.whl")
     return wheel
 
 
