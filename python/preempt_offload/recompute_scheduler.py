@@ -182,18 +182,20 @@ class RecomputeScheduler(Scheduler):
         """Makes waiting requests that have KV, or are receiving it, start without it."""
         for request in itertools.chain(self.waiting, self.skipped_waiting):
             request_id = request.request_id
-            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-                if request.num_computed_tokens > 0:
-                    # Restored, and then there was no room for its next token.
-                    self.kv_cache_manager.free(request)
-                    self._inflight_prefills.discard(request)
-                    request.num_computed_tokens = 0
-                continue
-            # As after a failed load: nothing of it counts as computed.
-            request.num_computed_tokens = 0
-            self.failed_recving_kv_req_ids.add(request_id)
-            if request_id in self.finished_recving_kv_req_ids:
-                self._try_promote_blocked_waiting_request(request)
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                # As after a failed load: nothing of it counts as computed.
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request_id)
+                if request_id in self.finished_recving_kv_req_ids:
+                    self._try_promote_blocked_waiting_request(request)
+            elif request.num_computed_tokens > 0 and not self._is_blocked_waiting_status(
+                request.status
+            ):
+                # Restored, and then there was no room for its next token. (A session that
+                # waits for input is left to vLLM: its computed tokens say what it keeps.)
+                self.kv_cache_manager.free(request)
+                self._inflight_prefills.discard(request)
+                request.num_computed_tokens = 0
 
 
 class AsyncRecomputeScheduler(RecomputeScheduler, AsyncScheduler):
