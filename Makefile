@@ -12,7 +12,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 UV := .venv/uv/bin/uv
 DEV := .venv/dev
-ENGINE := .venv/vllm-0.23.0
+# Each of these has an environment of its own, .venv/vllm-VERSION.
+VLLM_VERSIONS := 0.23.0 0.32.0
+NEWEST_ENGINE := .venv/vllm-$(lastword $(VLLM_VERSIONS))
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml README.md $(wildcard rust/*.rs)
 PACKAGE := $(RUST_SOURCES) $(wildcard python/preempt_offload/*)
 WHEEL := target/package/.built
@@ -50,21 +52,24 @@ loom:
 stress:
 	$(PART) "stress: many threads on one pool" cargo test --release --test stress -- --nocapture
 
-e2e: $(ENGINE)/.installed
-	$(PART) "with the real vLLM 0.23.0" $(ENGINE)/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
+e2e: $(VLLM_VERSIONS:%=e2e-%)
+
+e2e-%: .venv/vllm-%/.installed
+	$(PART) "with the real vLLM $*" .venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
 
 test: check loom stress e2e
 
-demo: $(ENGINE)/.installed
-	$(ENGINE)/bin/preempt-offload demo
+demo: $(NEWEST_ENGINE)/.installed
+	$(NEWEST_ENGINE)/bin/preempt-offload demo
 
 bench:
 	cargo bench
 
-lock: $(UV)
-	$(UV) pip compile -q --universal --no-header --python-version 3.11 environments/dev.in -o environments/dev.txt
-	$(UV) pip compile -q --no-header --python-version 3.11 environments/vllm-0.23.0.in \
-		--override environments/vllm-0.23.0.overrides.txt -o environments/vllm-0.23.0.txt
+lock: lock-dev $(VLLM_VERSIONS:%=lock-vllm-%)
+
+lock-%: $(UV)
+	$(UV) pip compile -q --no-header --python-version 3.11 environments/$*.in -o environments/$*.txt \
+		$(if $(wildcard environments/$*.overrides.txt),--override environments/$*.overrides.txt,--universal)
 
 clean:
 	rm -rf target .venv

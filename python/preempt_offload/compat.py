@@ -11,6 +11,8 @@ from preempt_offload.log import get_logger
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.request_queue import RequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -38,16 +40,22 @@ __all__ = [
     "check_children",
     "check_version",
     "current_transfer_config",
+    "dequeue",
+    "end_wait",
     "find_offload_connector",
     "hides_data_parallel_size",
     "num_nodes",
+    "outputs_under_way",
     "recompute_flag",
     "scheduler_advice",
+    "start_again",
+    "transfer_params",
     "uncomputed_cached_blocks",
+    "waiting_queues",
 ]
 
-OLDEST, NEWEST = (0, 23), (0, 23)
-TESTED = {(0, 23, 0)}
+OLDEST, NEWEST = (0, 23), (0, 32)
+TESTED = {(0, 23, 0), (0, 32, 0)}
 
 RECOMPUTE_FLAG = "--scheduler-cls preempt_offload.RecomputeScheduler"
 ASCEND_FLAG = (
@@ -136,6 +144,68 @@ def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[i
         first = request.num_computed_tokens // single.block_size
         found |= {block.block_id for block in blocks[first:] if block.block_hash is not None}
     return found
+
+
+def outputs_under_way(request: Request) -> bool:
+    """Whether a step under way may still add tokens to ``request`` or take drafts back.
+
+    vLLM 0.23 goes on counting the placeholders of a preempted request. 0.32 sets them to
+    zero and counts what it will still deliver apart.
+    """
+    if request.num_output_placeholders > 0:
+        return True
+    stale = getattr(request, "num_stale_output_tokens", 0)
+    return stale > 0 and not request.drop_stale_output
+
+
+# ---- the scheduler's queues ----
+
+
+def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
+    """The queues of requests that are not running.
+
+    The second has those that vLLM 0.23 passed over in the last step. In 0.32 it has those
+    that hold KV blocks, which are served first.
+    """
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return scheduler.waiting, scheduler.kv_holding_waiting
+    return scheduler.waiting, scheduler.skipped_waiting
+
+
+def dequeue(scheduler: Scheduler, request: Request) -> None:
+    """Takes a request that is not running out of every queue."""
+    for queue in waiting_queues(scheduler):
+        queue.remove_requests((request,))
+    getattr(scheduler, "deferred_waiting", set()).discard(request)
+
+
+def end_wait(scheduler: Scheduler, request: Request) -> None:
+    """Makes a waiting request whose KV has come schedulable, as vLLM's next step would."""
+    if hasattr(scheduler, "_handle_blocked_waiting_request"):
+        scheduler._handle_blocked_waiting_request(request)
+    else:
+        scheduler._try_promote_blocked_waiting_request(request)
+
+
+def start_again(scheduler: Scheduler, request: Request) -> None:
+    """Makes a waiting request give up its KV and compute everything anew."""
+    free = getattr(scheduler, "_free_request_blocks", scheduler.kv_cache_manager.free)
+    free(request)
+    scheduler._inflight_prefills.discard(request)
+    request.num_computed_tokens = 0
+    if hasattr(scheduler, "kv_holding_waiting"):
+        dequeue(scheduler, request)
+        scheduler.waiting.prepend_request(request)
+
+
+def transfer_params(freed: Any) -> dict[str, Any]:
+    """What ``Scheduler._free_request`` has returned, as arguments of ``EngineCoreOutput``."""
+    if isinstance(freed, tuple):
+        return dict(zip(("kv_transfer_params", "ec_transfer_params"), freed, strict=True))
+    return {"kv_transfer_params": freed}
+
+
+# ---- the config ----
 
 
 def check_children(transfer: KVTransferConfig | None) -> None:

@@ -22,6 +22,7 @@ from preempt_offload.offload_worker import OffloadWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -43,6 +44,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # For schedulers that could hand over only the newly allocated blocks: we need all.
     requires_full_blocks_on_update_after_alloc = True
+
+    # Nobody waits for the KV of a request that ends: what a step under way brings to a
+    # preempted request may be delivered, whatever the role.
+    requires_kv_delivery = False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -121,8 +126,14 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose loads are through; nothing is ever sent."""
         return None, self._worker.get_finished() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads are through or failed, for a vLLM that takes both by request."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_unloaded_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Device blocks whose load failed."""
+        """Device blocks whose load failed, unless that has been told by request."""
         return self._worker.take_unloaded_blocks()
 
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
@@ -202,10 +213,6 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def take_lost_requests(self) -> list[str]:
         """Requests whose stores have failed since the last call."""
         return self._scheduler.take_lost_requests()
-
-    def is_loading(self, req_id: str) -> bool:
-        """Whether a load of the request is under way."""
-        return self._scheduler.is_loading(req_id)
 
     # ---- roles ----
 

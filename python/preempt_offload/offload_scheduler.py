@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from preempt_offload import compat
 from preempt_offload._core import (
     BlockPool,
     CapacityError,
@@ -183,7 +184,7 @@ class OffloadScheduler:
             return None, False
         if state != "Ready":
             return 0, False
-        if request.num_output_placeholders > 0:
+        if compat.outputs_under_way(request):
             # A step is under way that may add tokens or take drafts back.
             return None, False
         num_tokens = self._restorable_tokens(request, num_stored) - num_computed_tokens
@@ -277,10 +278,6 @@ class OffloadScheduler:
         """
         self.table.release_all()
         return not self._loading
-
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a load of the request is planned or under way."""
-        return request_id in self._loading
 
     # ---- inside ----
 

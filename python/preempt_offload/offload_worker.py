@@ -51,7 +51,7 @@ class OffloadWorker:
         self._loads: list[tuple[Transfer, OffloadMetadata]] = []
         # To be reported with this step.
         self._failed_loads: set[str] = set()
-        self._unloaded_blocks: set[int] = set()
+        self._unloaded: list[OffloadMetadata] = []
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the KV caches, by layer name, and allocates the host pool for them.
@@ -113,10 +113,20 @@ class OffloadWorker:
                 self._fail_load(metadata)
         return finished
 
+    def take_unloaded_requests(self) -> set[str]:
+        """Requests whose load has failed since this or ``take_unloaded_blocks`` was called."""
+        unloaded, self._unloaded = self._unloaded, []
+        return {request_id for metadata in unloaded for request_id in metadata.load_requests}
+
     def take_unloaded_blocks(self) -> set[int]:
-        """Device blocks whose load has failed since the last call."""
-        blocks, self._unloaded_blocks = self._unloaded_blocks, set()
-        return blocks
+        """Device blocks whose load has failed since this or ``take_unloaded_requests`` was."""
+        unloaded, self._unloaded = self._unloaded, []
+        return {
+            block
+            for metadata in unloaded
+            if metadata.load_pairs is not None
+            for block in metadata.load_pairs[:, 1].tolist()
+        }
 
     def take_report(self) -> OffloadWorkerMetadata | None:
         """What the scheduler has to know of this step; ``None`` if nothing ended."""
@@ -143,7 +153,6 @@ class OffloadWorker:
             return Ended(TransferResult(ok=False, num_bytes=0))
 
     def _fail_load(self, metadata: OffloadMetadata) -> None:
-        assert metadata.load_pairs is not None
         self.stats.failed_loads += 1
         self._failed_loads.update(metadata.load_requests)
-        self._unloaded_blocks.update(metadata.load_pairs[:, 1].tolist())
+        self._unloaded.append(metadata)

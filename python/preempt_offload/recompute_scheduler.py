@@ -76,8 +76,7 @@ class RecomputeScheduler(Scheduler):
 
     def _take_back(self, request: Request) -> None:
         """Takes a preempted request out of the queues, to be returned to the proxy."""
-        self.waiting.remove_requests((request,))
-        self.skipped_waiting.remove_requests((request,))
+        compat.dequeue(self, request)
         self._unpreserved.append(request)
 
     def _preserve(self, request: Request) -> bool:
@@ -121,7 +120,7 @@ class RecomputeScheduler(Scheduler):
         for request in requests:
             if request.is_finished():
                 continue
-            if request.num_output_placeholders > 0:
+            if compat.outputs_under_way(request):
                 # A token of this request is still to come out of a step under way.
                 self._unpreserved.append(request)
                 continue
@@ -133,8 +132,8 @@ class RecomputeScheduler(Scheduler):
                 finish_reason=request.get_finished_reason(),
                 stop_reason=request.stop_reason,
                 events=request.take_events(),
-                kv_transfer_params=self._free_request(request),
                 trace_headers=request.trace_headers,
+                **compat.transfer_params(self._free_request(request)),
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
             logger.info(
@@ -143,13 +142,12 @@ class RecomputeScheduler(Scheduler):
                 STOP_REASON,
             )
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.num_preemptions > 0:
-            # While its store was under way vLLM has put it among the skipped; if a step that
-            # was still running ends it, vLLM looks for it among the waiting only.
-            self.skipped_waiting.remove_requests((request,))
-        params: dict[str, Any] | None = super()._free_request(request, *args, **kwargs)
-        return params
+            # While its store was under way vLLM 0.23 has put it among the skipped; if a step
+            # that was still running ends it, vLLM looks for it among the waiting only.
+            compat.dequeue(self, request)
+        return super()._free_request(request, *args, **kwargs)
 
     def has_finished_requests(self) -> bool:
         """Also true while copies are under way, so that the engine goes on stepping."""
@@ -180,22 +178,22 @@ class RecomputeScheduler(Scheduler):
 
     def _abandon_loads(self) -> None:
         """Makes waiting requests that have KV, or are receiving it, start without it."""
-        for request in itertools.chain(self.waiting, self.skipped_waiting):
+        # From the last to the first, because each may be put before the others.
+        for request in reversed(list(itertools.chain(*compat.waiting_queues(self)))):
             request_id = request.request_id
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 # As after a failed load: nothing of it counts as computed.
                 request.num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request_id)
                 if request_id in self.finished_recving_kv_req_ids:
-                    self._try_promote_blocked_waiting_request(request)
+                    compat.end_wait(self, request)
+                    compat.start_again(self, request)
             elif request.num_computed_tokens > 0 and not self._is_blocked_waiting_status(
                 request.status
             ):
                 # Restored, and then there was no room for its next token. (A session that
                 # waits for input is left to vLLM: its computed tokens say what it keeps.)
-                self.kv_cache_manager.free(request)
-                self._inflight_prefills.discard(request)
-                request.num_computed_tokens = 0
+                compat.start_again(self, request)
 
 
 class AsyncRecomputeScheduler(RecomputeScheduler, AsyncScheduler):

@@ -170,7 +170,7 @@ class Engine:
         preempt = self.scheduler._preempt_request
 
         def preempt_request(request, *args, **kwargs):
-            under_way = request.num_output_placeholders > 0
+            under_way = compat.outputs_under_way(request)
             self.preemptions.append(
                 Preemption(job_of(request.request_id), request.num_computed_tokens, under_way)
             )
