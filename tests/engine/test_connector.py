@@ -252,14 +252,14 @@ def test_a_request_goes_to_the_host_and_comes_back(make):
     assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
     blocks = KVCacheBlocks((tuple(device_pool.get_new_blocks(5)),))
     scheduler.update_state_after_alloc(request, blocks, 40)
-    assert scheduler.is_loading("a")
+    assert scheduler.has_pending_transfers()
     assert not scheduler.has_preempted_request("a")
     assert scheduler.reset_cache() is False
     meta = step()
     restored = [block.block_id for block in blocks.blocks[0]][:3]
     assert meta.load_pairs[:, 1].tolist() == restored
     assert torch.equal(cache[restored].view(torch.int32), original[1:4].view(torch.int32))
-    assert not scheduler.is_loading("a")
+    assert not scheduler.has_pending_transfers()
     assert len(pickle.dumps(step())) == len(pickle.dumps(NOTHING))
 
     assert scheduler.reset_cache() is True

@@ -49,7 +49,7 @@ def test_the_life_of_a_preempted_request(scene, request_a):
     assert scene.ask(request_a) == (10, True)
 
     scene.allocate(request_a, NEW_BLOCKS, 10)
-    assert scheduler.is_loading("a")
+    assert scene.state("a") == "Loading"
     assert scheduler.has_pending_transfers()
     assert not scheduler.has_preempted_request("a")
     meta = scene.step()
@@ -58,7 +58,7 @@ def test_the_life_of_a_preempted_request(scene, request_a):
     assert meta.load_pairs.tolist() == [[0, 20, 1], [0, 21, 2], [0, 22, 3]]
 
     scene.report_loads("a")
-    assert not scheduler.is_loading("a")
+    assert scene.state("a") == "Mirrored"
     assert not scheduler.has_pending_transfers()
     assert scene.ask(request_a, 10) == (0, False)
 
@@ -68,7 +68,7 @@ def test_the_life_of_a_preempted_request(scene, request_a):
 
 def test_nobody_knows_a_request_that_was_never_preempted(scene, request_a):
     assert not scene.scheduler.has_preempted_request("a")
-    assert not scene.scheduler.is_loading("a")
+    assert not scene.scheduler.has_pending_transfers()
     assert scene.ask(request_a) == (0, False)
     scene.allocate(request_a, BLOCKS, 0)
     scene.scheduler.request_finished("a")
@@ -237,7 +237,7 @@ def test_an_allocation_during_the_load_is_ignored(scene, request_a):
     scene.allocate(request_a, NEW_BLOCKS, 10)
     scene.step()
     scene.allocate(request_a, NEW_BLOCKS, 0)
-    assert scene.scheduler.is_loading("a")
+    assert scene.state("a") == "Loading"
     assert scene.step() is NOTHING
 
 
@@ -410,7 +410,7 @@ def test_a_load_that_failed_before_the_last_worker_was_through_leaves_nothing(re
     scene.allocate(request_a, NEW_BLOCKS, 10)
     scene.step()
     scene.report_loads(failed=["a"])
-    assert scene.scheduler.is_loading("a")
+    assert scene.scheduler.has_pending_transfers()
     scene.report_loads("a")
     scene.assert_nothing_left()
 
@@ -466,7 +466,7 @@ def aborted_loading_planned(scene, request):
     scene.preserve(request, BLOCKS, 10)
     scene.allocate(request, NEW_BLOCKS, 10)
     scene.scheduler.request_finished("a")
-    assert scene.scheduler.is_loading("a")
+    assert scene.scheduler.has_pending_transfers()
     assert scene.step().load_requests == ("a",)
     scene.report_loads("a")
 
@@ -613,7 +613,7 @@ def test_a_reset_says_that_loads_are_under_way(scene, request_a, planned):
     if not planned:
         scene.step()
     assert scene.scheduler.reset_cache() is False
-    assert scene.scheduler.is_loading("a")
+    assert scene.scheduler.has_pending_transfers()
     if planned:
         assert scene.step().load_requests == ("a",)
     scene.report_loads("a")

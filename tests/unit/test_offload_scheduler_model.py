@@ -282,7 +282,6 @@ class World:
         for live in self.live:
             if scheduler.has_preempted_request(live.id):
                 assert live.state == "waiting"
-            assert scheduler.is_loading(live.id) is (live.state == "loading")
         pending = bool(self.stores or self.having("loading"))
         assert scheduler.has_pending_transfers() is pending
 
