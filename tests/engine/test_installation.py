@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PINNED = ROOT / "environments" / "vllm-0.23.0.txt"
+# The environment in which this runs has the name of the file that pins it.
+PINNED = ROOT / "environments" / f"{Path(sys.prefix).name}.txt"
 
 
 def uv_pip(*args):
