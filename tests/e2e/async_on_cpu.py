@@ -1,6 +1,6 @@
-"""Async scheduling on vLLM's CPU engine.
+"""Async scheduling on vLLM's CPU engine, once this module is imported.
 
-vLLM 0.23.0 turns async scheduling off on CPUs, because nothing is gained by it there.
+vLLM turns async scheduling off on CPUs, because nothing is gained by it there.
 Scheduler, batch queue and model runner are the same, though: a step is scheduled while the
 one before it is under way. Only the CUDA stream and event that the sampled tokens cross the
 bus with do not exist, and as everything on a CPU is finished when the call returns, objects
@@ -26,7 +26,7 @@ class _Finished:
     wait_stream = wait_event = record = synchronize = _nothing
 
 
-def allow():
+def _allow():
     """Makes ``async_scheduling=True`` mean what it says, from the next engine on."""
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -40,3 +40,6 @@ def allow():
     torch.Event = torch.cuda.Stream = _Finished
     torch.cuda.current_stream = _Finished
     torch.cuda.stream = contextlib.nullcontext
+
+
+_allow()

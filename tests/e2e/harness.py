@@ -10,17 +10,18 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     # The tiny model gains nothing from torch.compile, and every start would lose 20 s to it.
     TORCHDYNAMO_DISABLE="1",
+    # No rank has a core of its own.
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
 import numpy as np
 from vllm import LLM, SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.sched.interface import PauseState
 
-import async_on_cpu
+import async_on_cpu  # noqa: F401
+from in_worker import offload_worker
 from preempt_offload import compat
 from preempt_offload.observe import SchedulerObserver
-
-async_on_cpu.allow()
 
 # Tokens; the CPU engines of newer vLLM take multiples of 32 only.
 BLOCK = 32
@@ -89,25 +90,6 @@ class Outcome:
         return sum(restore.end - restore.start for restore in self.restores)
 
 
-def fail_first_copies(begin, faulty_direction, failed, *, most=3):
-    """A device's ``begin`` that raises for the first copies in one direction.
-
-    Args:
-        begin: What it does otherwise.
-        faulty_direction: ``"d2h"`` or ``"h2d"``.
-        failed: Gets the number of blocks of each copy that fails.
-        most: Copies that fail.
-    """
-
-    def sometimes(direction, pairs):
-        if direction == faulty_direction and len(failed) < most:
-            failed.append(len(pairs))
-            raise OSError("the bus is on fire")
-        return begin(direction, pairs)
-
-    return sometimes
-
-
 class Engine:
     """An in-process engine with a KV cache of ``num_blocks`` blocks of 32 tokens.
 
@@ -145,6 +127,7 @@ class Engine:
             block_size=BLOCK,
             num_gpu_blocks_override=num_blocks,
             disable_log_stats=True,
+            worker_extension_cls="in_worker.InWorker",
             **(defaults | engine_args),
         )
         self.engine = self._llm.llm_engine
@@ -154,8 +137,8 @@ class Engine:
         self.observer = SchedulerObserver(self.scheduler)
         connector = compat.find_offload_connector(self.scheduler.connector)
         self.offload = connector and connector.scheduler
-        self.worker = connector and compat.find_offload_connector(get_kv_transfer_group()).worker
         self.device_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._outputs = {}
         self._watch()
 
     def __enter__(self):
@@ -163,6 +146,24 @@ class Engine:
 
     def __exit__(self, *exc):
         self.engine.engine_core.shutdown()
+
+    @property
+    def worker(self):
+        """The worker role of an engine with one worker, which is in this process."""
+        return offload_worker()
+
+    @property
+    def preempts_in_flight(self):
+        """Whether a request may be preempted while a step of it is under way.
+
+        Newer vLLM first waits for that step where a connector loads KV, which might go into
+        blocks that the step still writes; that is, unless its role is ``kv_producer``.
+        """
+        return self.is_async and not getattr(self.scheduler, "defer_block_free", False)
+
+    def in_workers(self, method, *args):
+        """Calls a method of ``InWorker`` in every worker; returns their answers by rank."""
+        return self.core.model_executor.collective_rpc(method, args=args)
 
     def _watch(self):
         """Records every preemption and every restore as it is decided."""
@@ -218,7 +219,7 @@ class Engine:
             before_step: Called before every step.
             after_schedule: Called in every step between ``schedule()`` and the forward.
         """
-        outputs = {}
+        self._outputs.clear()
         self.preemptions.clear()
         self.restores.clear()
         self.observer.clear()
@@ -232,7 +233,7 @@ class Engine:
                     break
                 if before_step:
                     before_step()
-                outputs |= {int(out.request_id): out for out in self.engine.step()}
+                self._step()
                 self.engine.abort_request(self._aborted_within_step)
                 self._aborted_within_step.clear()
             else:
@@ -240,7 +241,7 @@ class Engine:
         self.settle()
         self.check_nothing_left()
         stored, loaded = self._bytes()
-        completions = {i: out.outputs[0] for i, out in outputs.items()}
+        completions = {i: out.outputs[0] for i, out in self._outputs.items()}
         num_tokens = sum(
             len(all_jobs[i].prompt) + len(out.token_ids) - 1 for i, out in completions.items()
         )
@@ -263,6 +264,16 @@ class Engine:
         prompt = {"prompt_token_ids": list(job.prompt)}
         self.engine.add_request(str(i), prompt, params, priority=job.priority)
 
+    def _step(self):
+        self._outputs |= {int(out.request_id): out for out in self.engine.step()}
+
+    def drain(self):
+        """Lets the steps under way end without another one, as an engine that is paused does."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self.core.batch_queue:
+            self._step()
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def settle(self):
         """Steps until the engine has nothing to do at all."""
         for _ in range(MOST_STEPS):
@@ -283,8 +294,7 @@ class Engine:
             assert not self.offload.has_pending_transfers()
 
     def _bytes(self):
-        stats = self.worker and self.worker.stats
-        return (stats.bytes_stored, stats.bytes_loaded) if stats else (0, 0)
+        return tuple(map(sum, zip(*self.in_workers("bytes_copied"), strict=True)))
 
     @contextlib.contextmanager
     def _after_schedule(self, hook):

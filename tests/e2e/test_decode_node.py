@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness import Engine, Job, fail_first_copies, jobs
+from harness import Engine, Job, jobs
+from in_worker import fail_first_copies
 
 CROWD = jobs(seed=13, lengths=[60 + 13 * i % 120 for i in range(24)], max_tokens=80)
 CONSUMER = {"kv_role": "kv_consumer"}

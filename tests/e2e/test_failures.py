@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness import Engine, fail_first_copies, jobs
+from harness import Engine, jobs
+from in_worker import fail_first_copies
 
 CROWD = jobs(seed=29, lengths=[60 + 9 * i % 140 for i in range(24)], max_tokens=60)
 

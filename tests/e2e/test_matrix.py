@@ -11,25 +11,34 @@ from harness import Engine, jobs
 JOBS = jobs(seed=7, lengths=[60 + 9 * i % 140 for i in range(28)], max_tokens=90, shared_prefix=40)
 
 
+MODES = [
+    *itertools.product((False, True), (False, True), (False, True), (False,)),
+    # The role in which any vLLM preempts requests with a step under way.
+    (True, False, False, True),
+    (True, True, True, True),
+]
+NAMES = ("async", "prefix", "share", "producer")
+
+
 @pytest.mark.parametrize(
-    ("async_scheduling", "prefix_caching", "share"),
+    ("async_scheduling", "prefix_caching", "share", "producer"),
     [
-        pytest.param(
-            *mode, id="-".join(itertools.compress(("async", "prefix", "share"), mode)) or "plain"
-        )
-        for mode in itertools.product((False, True), repeat=3)
+        pytest.param(*mode, id="-".join(itertools.compress(NAMES, mode)) or "plain")
+        for mode in MODES
     ],
 )
 def test_outputs_equal_those_of_a_run_never_preempted(
-    model, undisturbed, record, async_scheduling, prefix_caching, share
+    model, undisturbed, record, async_scheduling, prefix_caching, share, producer
 ):
     with Engine(
         model,
         31,
         offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": share},
+        transfer={"kv_role": "kv_producer" if producer else "kv_both"},
         async_scheduling=async_scheduling,
         enable_prefix_caching=prefix_caching,
     ) as engine:
+        in_flight = engine.preempts_in_flight
         outcome = engine.run(JOBS)
     record(outcome, JOBS)
     assert outcome.tokens == undisturbed(JOBS)
@@ -38,7 +47,8 @@ def test_outputs_equal_those_of_a_run_never_preempted(
     victims = Counter(preemption.job for preemption in outcome.preemptions)
     assert len(outcome.preemptions) >= 10
     assert max(victims.values()) >= 2, "no request was preempted more than once"
-    assert any(p.step_under_way for p in outcome.preemptions) == async_scheduling
+    assert any(p.step_under_way for p in outcome.preemptions) == in_flight
+    assert in_flight or not producer
     assert outcome.stats.preserved == len(outcome.preemptions)
     assert outcome.restored_tokens > 0
     assert outcome.bytes_stored > 0

@@ -1,8 +1,11 @@
 """``reset_prefix_cache``: after new weights, for example, no old KV may come back."""
 
+import itertools
+
 import pytest
 
 from harness import Engine, jobs
+from preempt_offload import compat
 
 CROWD = jobs(seed=19, lengths=[60 + 19 * i % 130 for i in range(24)], max_tokens=80)
 RUNNING = {"reset_running_requests": True}
@@ -20,7 +23,7 @@ def engine(model, request):
         yield engine
 
 
-@pytest.mark.parametrize("situation", ["Ready", "Mirrored", "loaded", "loading"])
+@pytest.mark.parametrize("situation", ["Ready", "Mirrored", "loaded", "loading", "running"])
 def test_running_requests_start_again_and_nothing_old_is_restored(
     engine, undisturbed, record, situation
 ):
@@ -29,10 +32,13 @@ def test_running_requests_start_again_and_nothing_old_is_restored(
     def someone_is():
         if situation in ("Ready", "Mirrored"):
             return engine.offload.table.counts()[situation] > 0 and not loads_under_way()
-        waiting = [r for r in engine.scheduler.skipped_waiting if r.status.name.endswith("KVS")]
         if situation == "loading":
             return bool(loads_under_way())
-        return bool(waiting) and not loads_under_way()
+        if situation == "running":
+            return any(map(compat.outputs_under_way, engine.scheduler.running))
+        waiting = itertools.chain(*compat.waiting_queues(engine.scheduler))
+        loaded = any(request.status.name.endswith("KVS") for request in waiting)
+        return loaded and not loads_under_way()
 
     def loads_under_way():
         return [job for job in range(len(CROWD)) if engine.state(job) == "Loading"]
@@ -40,12 +46,15 @@ def test_running_requests_start_again_and_nothing_old_is_restored(
     def reset_once():
         if resets or not someone_is():
             return
-        if situation == "loading":
-            # As without us, vLLM cannot reset while KV is being received; but what comes
-            # in then must not be used either.
-            with pytest.raises(RuntimeError, match="remote KV transfer"):
+        waits_for_steps = engine.is_async and not engine.preempts_in_flight
+        if situation == "loading" or (situation == "running" and waits_for_steps):
+            # As without us, vLLM cannot reset while KV is being received, or while a step may
+            # still write the blocks; but what comes in then must not be used either.
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
                 engine.core.reset_prefix_cache(**RUNNING)
         else:
+            if waits_for_steps:
+                engine.drain()
             assert engine.core.reset_prefix_cache(**RUNNING)
         # If any of this came back, outputs would differ.
         engine.worker._device._pool.fill_(0x41)
@@ -56,8 +65,8 @@ def test_running_requests_start_again_and_nothing_old_is_restored(
         pool = engine.offload.pool
         assert pool.num_evictable == 0
 
-    if situation == "loading" and not engine.is_async:
-        pytest.skip("between two steps of a synchronous engine no load is under way")
+    if situation in ("loading", "running") and not engine.is_async:
+        pytest.skip("between two steps of a synchronous engine nothing is under way")
     outcome = engine.run(CROWD, before_step=reset_once)
     record(outcome, CROWD)
     assert resets, f"no moment at which a request was {situation}"

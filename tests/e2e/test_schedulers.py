@@ -63,8 +63,8 @@ def test_a_victim_scheduled_in_the_same_step_leaves_no_false_hash(
     # The first job computes its prompt in chunks of three blocks. In its sixth chunk it takes
     # the last blocks, and then the second, of higher priority, needs one: the first goes, with
     # 15 blocks computed and 18 hashed. When it comes back, vLLM must not find more than 15.
-    low, high = jobs(seed=41, lengths=[18 * BLOCK + 12, 2 * BLOCK - 3], max_tokens=10)
-    pair = (low, dataclasses.replace(high, priority=-1, arrival=1))
+    low, high = jobs(seed=41, lengths=[18 * BLOCK + 12, 2 * BLOCK - 4], max_tokens=10)
+    pair = (low, dataclasses.replace(high, priority=-1))
     with Engine(
         model,
         21,
