@@ -52,7 +52,7 @@ def test_outputs_equal_those_of_a_run_never_preempted(engine, undisturbed, recor
     outcome = engine.run(CROWD)
     record(outcome, CROWD)
     assert outcome.tokens == undisturbed(CROWD)
-    assert len(outcome.preemptions) >= 10
+    assert len(outcome.preemptions) >= 5
     assert outcome.restored_tokens > 0
     assert outcome.recomputed_tokens == 0
     stored, loaded = zip(*engine.in_workers("bytes_copied"), strict=True)
