@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use preempt_offload::block_pool::{BlockKey, BlockPool};
 use preempt_offload::host_copy;
-use preempt_offload::request_table::{BlockPair, RequestTable};
+use preempt_offload::request_table::{BlockPair, Group, RequestTable};
 use preempt_offload::transfer::{BlockLayout, Descriptors, Direction, Region, Segment};
 
 /// Blocks of the host pool.
@@ -85,7 +85,7 @@ impl Scheduler {
         let hash = |i: u64| [i; 4].map(u64::to_le_bytes).concat();
         let keys = (0..u64::from(BLOCKS)).map(|i| BlockKey::new(&hash(i), 0).unwrap());
         Self {
-            table: RequestTable::new(pool, vec![BLOCK_TOKENS]),
+            table: RequestTable::new(pool, vec![Group::attention(BLOCK_TOKENS)]),
             device: vec![(1..=BLOCKS).collect()],
             keys: if indexed { vec![keys.collect()] } else { vec![] },
         }

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use crate::block_pool::{self, BlockKey, PoolError};
 use crate::completion::{self, CompletionError, Progress};
 use crate::host_copy;
-use crate::request_table::{self, BlockPair, CopyPlan, State, TableError};
+use crate::request_table::{self, BlockPair, CopyPlan, Group, State, TableError};
 use crate::transfer::{self, Direction, Region, Segment, TransferError};
 
 create_exception!(
@@ -172,13 +172,23 @@ struct RequestTable(request_table::RequestTable);
 #[pymethods]
 impl RequestTable {
     #[new]
-    fn new(pool: &BlockPool, block_tokens: Vec<u64>) -> PyResult<Self> {
+    #[pyo3(signature = (pool, block_tokens, *, state_groups = Vec::new()))]
+    fn new(pool: &BlockPool, block_tokens: Vec<u64>, state_groups: Vec<usize>) -> PyResult<Self> {
         if block_tokens.is_empty() || block_tokens.contains(&0) {
             let text =
                 format!("tokens per block must be positive, one per group: {block_tokens:?}");
             return Err(PyValueError::new_err(text));
         }
-        Ok(Self(request_table::RequestTable::new(pool.0.clone(), block_tokens)))
+        let mut groups: Vec<_> = block_tokens.into_iter().map(Group::attention).collect();
+        for index in state_groups {
+            let count = groups.len();
+            let Some(group) = groups.get_mut(index) else {
+                let text = format!("there is no KV cache group {index}; there are {count}");
+                return Err(PyValueError::new_err(text));
+            };
+            group.state = true;
+        }
+        Ok(Self(request_table::RequestTable::new(pool.0.clone(), groups)))
     }
 
     fn status(&self, request_id: &str) -> Option<(&'static str, u64)> {
@@ -188,6 +198,11 @@ impl RequestTable {
     fn counts(&self) -> std::collections::HashMap<&'static str, usize> {
         let states = [State::Storing { event: 0 }, State::Ready, State::Loading, State::Mirrored];
         states.map(State::name).into_iter().zip(self.0.counts()).collect()
+    }
+
+    fn entries(&self) -> Vec<(String, &'static str, Vec<u32>)> {
+        let entries = self.0.snapshot().into_iter();
+        entries.map(|entry| (entry.id, entry.state.name(), entry.blocks)).collect()
     }
 
     #[pyo3(signature = (request_id, event, num_tokens, device_blocks, block_hashes = Vec::new()))]

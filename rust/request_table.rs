@@ -14,7 +14,9 @@
 //! (0: nothing there, as outside a sliding window). A *full* block of an attention
 //! group never changes, so a request that runs again leaves its full blocks behind as
 //! a mirror: a later preemption copies only the rest, and whoever needs the host
-//! blocks more evicts the mirror unused for longest.
+//! blocks more evicts the mirror unused for longest. A block of a *state* group is what a
+//! recurrent layer has made of all tokens so far; only the newest is kept, and it can be
+//! restored at exactly that number of tokens.
 //!
 //! Entries are immutable; a transition replaces one by compare and exchange. The
 //! winner owns what the transition sets free. While a copy is under way (Storing,
@@ -136,6 +138,25 @@ pub enum TableError {
         /// Logical position of the block.
         position: usize,
     },
+    /// A state group has no device block for the state after the tokens to store, or to
+    /// restore.
+    #[error("group {group} has no device block for the state after {num_tokens} tokens")]
+    NoStateBlock {
+        /// KV cache group.
+        group: usize,
+        /// Tokens behind the state.
+        num_tokens: u64,
+    },
+    /// A state can be restored only at the tokens it was stored at.
+    #[error("{wanted} tokens of request {id:?} wanted, but its state is that of {stored}")]
+    OtherState {
+        /// The request's id.
+        id: String,
+        /// Tokens asked for.
+        wanted: u64,
+        /// Tokens stored.
+        stored: u64,
+    },
     /// More tokens are to be restored than were stored.
     #[error("{wanted} tokens of request {id:?} wanted, {stored} are stored")]
     TooManyTokens {
@@ -202,11 +223,53 @@ impl Entry {
     }
 }
 
+/// A KV cache group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    /// Tokens per block.
+    pub block_tokens: u64,
+    /// Whether a block holds a state after all tokens up to some token in it, instead of KV
+    /// for each of its tokens.
+    pub state: bool,
+}
+
+impl Group {
+    /// A group of attention layers.
+    pub fn attention(block_tokens: u64) -> Self {
+        Self { block_tokens, state: false }
+    }
+
+    /// A group of recurrent layers.
+    pub fn state(block_tokens: u64) -> Self {
+        Self { block_tokens, state: true }
+    }
+
+    /// Positions in the block table of `num_tokens` tokens.
+    fn positions(&self, num_tokens: u64) -> usize {
+        num_tokens.div_ceil(self.block_tokens) as usize
+    }
+
+    /// The position where the state after `num_tokens` tokens is, in a state group.
+    fn state_position(&self, num_tokens: u64) -> Option<usize> {
+        (self.state && num_tokens > 0).then(|| self.positions(num_tokens) - 1)
+    }
+}
+
+/// A preserved request, for whoever looks into the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    /// The request's id.
+    pub id: String,
+    /// Its state.
+    pub state: State,
+    /// Host blocks it has a reference to, of all groups.
+    pub blocks: Vec<BlockId>,
+}
+
 /// The preserved requests of one scheduler.
 pub struct RequestTable {
     pool: Arc<BlockPool>,
-    /// Tokens per block, by KV cache group.
-    block_tokens: Vec<u64>,
+    groups: Vec<Group>,
     entries: CowMap<Arc<str>, Entry>,
     clock: AtomicU64,
 }
@@ -214,9 +277,9 @@ pub struct RequestTable {
 const BUCKETS: usize = if cfg!(loom) { 1 } else { 1024 };
 
 impl RequestTable {
-    /// An empty table over `pool`, for groups with `block_tokens` tokens per block.
-    pub fn new(pool: Arc<BlockPool>, block_tokens: Vec<u64>) -> Self {
-        Self { pool, block_tokens, entries: CowMap::new(BUCKETS), clock: AtomicU64::new(0) }
+    /// An empty table over `pool` for these KV cache groups.
+    pub fn new(pool: Arc<BlockPool>, groups: Vec<Group>) -> Self {
+        Self { pool, groups, entries: CowMap::new(BUCKETS), clock: AtomicU64::new(0) }
     }
 
     /// The state of a request and its tokens on the host, if it is preserved.
@@ -240,6 +303,18 @@ impl RequestTable {
         counts
     }
 
+    /// Every request in the table, doomed ones included.
+    pub fn snapshot(&self) -> Vec<Snapshot> {
+        let entries = self.entries.values().into_iter();
+        entries
+            .map(|entry| Snapshot {
+                id: entry.id.to_string(),
+                state: entry.state,
+                blocks: entry.blocks(),
+            })
+            .collect()
+    }
+
     /// Plans to store the first `num_tokens` tokens of a request and claims host blocks.
     ///
     /// `device` has the request's device block table for each group, 0 where there is
@@ -250,7 +325,8 @@ impl RequestTable {
     ///
     /// # Errors
     /// [`TableError::Capacity`], [`TableError::WrongState`] unless the request is
-    /// unknown or Mirrored, [`TableError::GroupCount`], [`TableError::TooLong`].
+    /// unknown or Mirrored, [`TableError::GroupCount`], [`TableError::TooLong`],
+    /// [`TableError::NoStateBlock`].
     pub fn begin_store(
         &self,
         id: &str,
@@ -260,9 +336,8 @@ impl RequestTable {
         keys: &[Vec<BlockKey>],
     ) -> Result<CopyPlan, TableError> {
         self.check_groups(device.len())?;
-        if let Some(&block_tokens) =
-            self.block_tokens.iter().find(|&&tokens| num_tokens.div_ceil(tokens) > MAX_BLOCKS)
-        {
+        let tokens = self.groups.iter().map(|group| group.block_tokens);
+        if let Some(block_tokens) = tokens.min().filter(|t| num_tokens.div_ceil(*t) > MAX_BLOCKS) {
             return Err(TableError::TooLong { num_tokens, block_tokens });
         }
         loop {
@@ -272,7 +347,7 @@ impl RequestTable {
                 return Err(entry.wrong_state("Mirrored"));
             }
             let generation = self.pool.generation();
-            let mut draft = Draft::new(&self.block_tokens, num_tokens, device);
+            let mut draft = Draft::new(&self.groups, num_tokens, device)?;
             if let Some(mirror) = &current {
                 draft.take_mirrored(mirror);
                 let unused = draft.unused(mirror);
@@ -353,7 +428,8 @@ impl RequestTable {
     /// # Errors
     /// [`TableError::UnknownRequest`], [`TableError::WrongState`] unless it is Ready,
     /// [`TableError::TooManyTokens`], [`TableError::GroupCount`],
-    /// [`TableError::ShortTable`], [`TableError::NotStored`].
+    /// [`TableError::ShortTable`], [`TableError::NotStored`], [`TableError::NoStateBlock`],
+    /// [`TableError::OtherState`].
     pub fn begin_load(
         &self,
         id: &str,
@@ -375,14 +451,22 @@ impl RequestTable {
                 });
             }
             let mut plan = CopyPlan::default();
-            for (group, &block_tokens) in self.block_tokens.iter().enumerate() {
-                let first = (from_tokens / block_tokens) as usize;
-                let needed = num_tokens.div_ceil(block_tokens) as usize;
+            for (group, kind) in self.groups.iter().enumerate() {
+                let needed = kind.positions(num_tokens);
                 let blocks = &device[group];
                 if blocks.len() < needed {
                     let found = blocks.len();
                     return Err(TableError::ShortTable { group, needed, found });
                 }
+                let state = kind.state_position(num_tokens);
+                if state.is_some_and(|position| blocks[position] == 0) {
+                    return Err(TableError::NoStateBlock { group, num_tokens });
+                }
+                if state.is_some() && num_tokens != current.num_tokens {
+                    let (wanted, stored) = (num_tokens, current.num_tokens);
+                    return Err(TableError::OtherState { id: id.to_owned(), wanted, stored });
+                }
+                let first = state.unwrap_or((from_tokens / kind.block_tokens) as usize);
                 for (position, &device) in blocks.iter().enumerate().take(needed).skip(first) {
                     let host = current.tables[group][position];
                     if device != 0 && host == 0 {
@@ -430,8 +514,9 @@ impl RequestTable {
             let mut partial = Vec::new();
             let next = (ok && !current.doomed).then(|| {
                 let mut tables = current.tables.to_vec();
-                for (table, block_tokens) in tables.iter_mut().zip(&self.block_tokens) {
-                    let full = (num_tokens / block_tokens) as usize;
+                for (table, group) in tables.iter_mut().zip(&self.groups) {
+                    let full = if group.state { 0 } else { num_tokens / group.block_tokens };
+                    let full = full as usize;
                     partial.extend(table.drain(full.min(table.len())..).filter(|&b| b != 0));
                 }
                 Arc::new(Entry {
@@ -484,7 +569,7 @@ impl RequestTable {
     }
 
     fn check_groups(&self, found: usize) -> Result<(), TableError> {
-        let expected = self.block_tokens.len();
+        let expected = self.groups.len();
         if found == expected { Ok(()) } else { Err(TableError::GroupCount { expected, found }) }
     }
 
@@ -550,17 +635,24 @@ struct Draft {
 }
 
 impl Draft {
-    fn new(block_tokens: &[u64], num_tokens: u64, device: &[Vec<u32>]) -> Self {
+    fn new(groups: &[Group], num_tokens: u64, device: &[Vec<u32>]) -> Result<Self, TableError> {
         let mut tables = Vec::with_capacity(device.len());
         let mut missing = Vec::with_capacity(device.iter().map(Vec::len).sum());
-        for (group, (blocks, block_tokens)) in device.iter().zip(block_tokens).enumerate() {
-            let positions = num_tokens.div_ceil(*block_tokens) as usize;
+        for (group, (blocks, kind)) in device.iter().zip(groups).enumerate() {
+            let positions = kind.positions(num_tokens);
             let absent = positions.saturating_sub(blocks.len());
-            tables.push(vec![0; positions]);
-            let kept = (absent..positions).zip(blocks).filter(|&(_, &device)| device != 0);
+            let state = kind.state_position(num_tokens);
+            let kept = (absent..positions)
+                .zip(blocks)
+                .filter(|&(position, &device)| device != 0 && position >= state.unwrap_or(0));
+            let before = missing.len();
             missing.extend(kept.map(|(position, &device)| (group, position, device)));
+            if state.is_some() && missing.len() == before {
+                return Err(TableError::NoStateBlock { group, num_tokens });
+            }
+            tables.push(vec![0; positions]);
         }
-        Self { tables, missing, mirrored: 0, shared: Vec::new(), pairs: Vec::new() }
+        Ok(Self { tables, missing, mirrored: 0, shared: Vec::new(), pairs: Vec::new() })
     }
 
     /// Takes over what the request's own mirror has.
@@ -629,7 +721,8 @@ mod tests {
 
     fn table(capacity: u32, block_tokens: &[u64]) -> (Arc<BlockPool>, RequestTable) {
         let pool = Arc::new(BlockPool::new(capacity, true));
-        (pool.clone(), RequestTable::new(pool, block_tokens.to_vec()))
+        let groups = block_tokens.iter().copied().map(Group::attention).collect();
+        (pool.clone(), RequestTable::new(pool, groups))
     }
 
     fn key(n: u32) -> BlockKey {
@@ -1084,5 +1177,38 @@ mod tests {
         pool.release(&[1]).unwrap();
         let error = PoolError::Free { id: 1, capacity: 4 };
         assert_eq!(table.release("a"), Err(TableError::Pool(error)));
+    }
+
+    #[test]
+    fn a_state_is_kept_and_restored_at_its_own_tokens_alone() {
+        let pool = Arc::new(BlockPool::new(9, false));
+        let table = RequestTable::new(pool.clone(), vec![Group::attention(4), Group::state(8)]);
+        let plan =
+            table.begin_store("a", 0, 18, &[vec![1, 2, 3, 4, 5], vec![6, 7, 8]], &[]).unwrap();
+        let groups_and_devices: Vec<_> = plan.pairs.iter().map(|p| (p.group, p.device)).collect();
+        assert_eq!(groups_and_devices, [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 8)]);
+        let state = plan.pairs[5].host;
+        table.complete_store("a", 0, true).unwrap();
+        let device = [vec![11, 12, 13, 14, 15], vec![0, 0, 16]];
+        let error = table.begin_load("a", 0, 17, &device).unwrap_err();
+        assert_eq!(error, TableError::OtherState { id: "a".into(), wanted: 17, stored: 18 });
+        let error = table.begin_load("a", 0, 18, &[device[0].clone(), vec![0; 3]]).unwrap_err();
+        assert_eq!(error, TableError::NoStateBlock { group: 1, num_tokens: 18 });
+        let plan = table.begin_load("a", 16, 18, &device).unwrap();
+        assert_eq!(plan.pairs[1..], [pair(1, 16, state)]);
+        table.finish_load("a", true).unwrap();
+        // The mirror has the full blocks of the attention group, and no state.
+        assert_eq!(table.snapshot()[0].blocks.len(), 4);
+        assert_eq!(pool.ref_count(state), Ok(0));
+    }
+
+    #[test]
+    fn a_state_that_the_device_does_not_have_is_not_stored() {
+        let pool = Arc::new(BlockPool::new(9, false));
+        let table = RequestTable::new(pool.clone(), vec![Group::state(8)]);
+        let error = table.begin_store("a", 0, 9, &[vec![1, 0]], &[]).unwrap_err();
+        assert_eq!(error, TableError::NoStateBlock { group: 0, num_tokens: 9 });
+        assert!(table.status("a").is_none());
+        assert_eq!(pool.num_free(), 9);
     }
 }

@@ -15,7 +15,7 @@ use loom::cell::UnsafeCell;
 use loom::thread::{self, JoinHandle};
 use preempt_offload::block_pool::{BlockId, BlockKey, BlockPool, PoolError};
 use preempt_offload::completion::{CompletionError, CompletionTracker, Progress};
-use preempt_offload::request_table::{CopyPlan, RequestTable, TableError};
+use preempt_offload::request_table::{CopyPlan, Group, RequestTable, TableError};
 
 /// Explores `f` with up to four preemptions, or `LOOM_MAX_PREEMPTIONS`.
 fn model(f: impl Fn() + Send + Sync + 'static) {
@@ -495,7 +495,7 @@ fn claim_that_evicts_claim_that_evicts() {
 
 /// A table of one group with 16 tokens per block.
 fn table(host: &Host) -> Arc<RequestTable> {
-    Arc::new(RequestTable::new(host.pool.clone(), vec![16]))
+    Arc::new(RequestTable::new(host.pool.clone(), vec![Group::attention(16)]))
 }
 
 /// Stores `n` full blocks of a request under event 0, with `keys` for the first of them.

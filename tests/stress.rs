@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use preempt_offload::block_pool::{BlockId, BlockKey, BlockPool};
-use preempt_offload::request_table::{CopyPlan, RequestTable, TableError};
+use preempt_offload::request_table::{CopyPlan, Group, RequestTable, TableError};
 
 const THREADS: usize = 8;
 
@@ -218,7 +218,7 @@ fn every_load_gets_what_was_stored() {
     const CAPACITY: u32 = 160;
     const ROUNDS: u32 = 300_000;
     let pool = Arc::new(BlockPool::new(CAPACITY, true));
-    let table = RequestTable::new(pool.clone(), BLOCK_TOKENS.to_vec());
+    let table = RequestTable::new(pool.clone(), BLOCK_TOKENS.map(Group::attention).to_vec());
     let host: Vec<AtomicU64> = (0..=CAPACITY).map(|_| AtomicU64::new(0)).collect();
     let loads = AtomicUsize::new(0);
     let from_mirror = AtomicUsize::new(0);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use model::{Key, PoolModel, key};
 use preempt_offload::block_pool::{BlockId, BlockPool, PoolError};
-use preempt_offload::request_table::{BlockPair, CopyPlan, RequestTable, State, TableError};
+use preempt_offload::request_table::{BlockPair, CopyPlan, Group, RequestTable, State, TableError};
 use proptest::prelude::*;
 
 /// Groups that keys and block tables are made for; a table may have fewer.
@@ -29,7 +29,7 @@ struct Entry {
 struct TableModel {
     pool: PoolModel,
     capacity: usize,
-    block_tokens: Vec<u64>,
+    groups: Vec<Group>,
     entries: BTreeMap<&'static str, Entry>,
     /// The mirrors, the longest unused first.
     mirrors: Vec<&'static str>,
@@ -46,7 +46,7 @@ impl TableModel {
     }
 
     fn check_groups(&self, tables: &[Vec<u32>]) -> Result<(), TableError> {
-        let (expected, found) = (self.block_tokens.len(), tables.len());
+        let (expected, found) = (self.groups.len(), tables.len());
         if expected == found { Ok(()) } else { Err(TableError::GroupCount { expected, found }) }
     }
 
@@ -100,12 +100,17 @@ impl TableModel {
         // Where the request has blocks on the device, seen from the end of the tokens.
         let mut wanted = BTreeMap::new();
         for (group, blocks) in device.iter().enumerate() {
-            let positions = num_tokens.div_ceil(self.block_tokens[group]) as usize;
+            let Group { block_tokens, state } = self.groups[group];
+            let positions = num_tokens.div_ceil(block_tokens) as usize;
             let first = positions.saturating_sub(blocks.len());
             for position in first..positions {
-                if blocks[position - first] != 0 {
+                let newest = position + 1 == positions;
+                if blocks[position - first] != 0 && (newest || !state) {
                     wanted.insert((group, position), blocks[position - first]);
                 }
+            }
+            if state && positions > 0 && !wanted.contains_key(&(group, positions - 1)) {
+                return Err(TableError::NoStateBlock { group, num_tokens });
             }
         }
         let (mut hosts, unused): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -197,13 +202,24 @@ impl TableModel {
             return Err(TableError::TooManyTokens { id: id.into(), wanted, stored });
         }
         let mut pairs = Vec::new();
-        for (group, &block_tokens) in self.block_tokens.iter().enumerate() {
+        for (group, &Group { block_tokens, state }) in self.groups.iter().enumerate() {
             let needed = num_tokens.div_ceil(block_tokens) as usize;
             let found = device[group].len();
             if found < needed {
                 return Err(TableError::ShortTable { group, needed, found });
             }
-            for position in (from_tokens / block_tokens) as usize..needed {
+            let mut first = (from_tokens / block_tokens) as usize;
+            if state && needed > 0 {
+                first = needed - 1;
+                if device[group][first] == 0 {
+                    return Err(TableError::NoStateBlock { group, num_tokens });
+                }
+                if num_tokens != entry.num_tokens {
+                    let (wanted, stored) = (num_tokens, entry.num_tokens);
+                    return Err(TableError::OtherState { id: id.into(), wanted, stored });
+                }
+            }
+            for position in first..needed {
                 let device = device[group][position];
                 match entry.hosts.get(&(group, position)) {
                     _ if device == 0 => {}
@@ -236,7 +252,8 @@ impl TableModel {
         let num_tokens = num_tokens.min(entry.num_tokens);
         let (full, partial): (BTreeMap<_, _>, BTreeMap<_, _>) =
             entry.hosts.into_iter().partition(|((group, position), _)| {
-                (*position as u64 + 1) * self.block_tokens[*group] <= num_tokens
+                let Group { block_tokens, state } = self.groups[*group];
+                !state && (*position as u64 + 1) * block_tokens <= num_tokens
             });
         let entry = self.entries.get_mut(id).unwrap();
         entry.state = State::Mirrored;
@@ -275,12 +292,12 @@ impl TableModel {
             }
             State::Ready => {
                 let num_tokens = entry.num_tokens.saturating_sub(cut);
-                let table = |(group, &block_tokens): (usize, &u64)| {
+                let table = |(group, &Group { block_tokens, .. }): (usize, &Group)| {
                     let block =
                         |i| u32::from(entry.hosts.contains_key(&(group, i))) * (90 - i as u32);
                     (0..num_tokens.div_ceil(block_tokens) as usize).map(block).collect()
                 };
-                let device = self.block_tokens.iter().enumerate().map(table).collect();
+                let device = self.groups.iter().enumerate().map(table).collect();
                 Op::BeginLoad { from_tokens: skip, num_tokens, device }
             }
             State::Loading => Op::FinishLoad { ok },
@@ -400,21 +417,24 @@ fn ops(groups: usize) -> impl Strategy<Value = Vec<(&'static str, Op)>> {
 struct Setup {
     capacity: u32,
     indexed: bool,
-    block_tokens: Vec<u64>,
+    groups: Vec<Group>,
     ops: Vec<(&'static str, Op)>,
 }
 
 fn setups() -> impl Strategy<Value = Setup> {
-    let block_tokens = prop::collection::vec(1..7u64, 1..=GROUPS);
-    (prop_oneof![1 => 0..8u32, 4 => 8..40u32], prop::bool::weighted(0.8), block_tokens)
-        .prop_flat_map(|(capacity, indexed, block_tokens)| {
-            ops(block_tokens.len()).prop_map(move |ops| Setup {
+    let group = (1..7u64, prop::bool::weighted(0.3))
+        .prop_map(|(block_tokens, state)| Group { block_tokens, state });
+    let groups = prop::collection::vec(group, 1..=GROUPS);
+    (prop_oneof![1 => 0..8u32, 4 => 8..40u32], prop::bool::weighted(0.8), groups).prop_flat_map(
+        |(capacity, indexed, groups)| {
+            ops(groups.len()).prop_map(move |ops| Setup {
                 capacity,
                 indexed,
-                block_tokens: block_tokens.clone(),
+                groups: groups.clone(),
                 ops,
             })
-        })
+        },
+    )
 }
 
 proptest! {
@@ -422,13 +442,13 @@ proptest! {
 
     #[test]
     fn the_table_does_what_the_model_does(setup in setups()) {
-        let Setup { capacity, indexed, block_tokens, ops } = setup;
+        let Setup { capacity, indexed, groups, ops } = setup;
         let pool = Arc::new(BlockPool::new(capacity, indexed));
-        let table = RequestTable::new(pool.clone(), block_tokens.clone());
+        let table = RequestTable::new(pool.clone(), groups.clone());
         let mut model = TableModel {
             pool: PoolModel::new(capacity, indexed),
             capacity: capacity as usize,
-            block_tokens,
+            groups,
             entries: BTreeMap::new(),
             mirrors: Vec::new(),
         };

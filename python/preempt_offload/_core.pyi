@@ -70,12 +70,20 @@ class RequestTable:
     the number of blocks shared with other requests.
     """
 
-    def __new__(cls, pool: BlockPool, block_tokens: Sequence[int]) -> RequestTable:
-        """A table for KV cache groups with ``block_tokens`` tokens per block."""
+    def __new__(
+        cls, pool: BlockPool, block_tokens: Sequence[int], *, state_groups: Sequence[int] = ...
+    ) -> RequestTable:
+        """A table for KV cache groups with ``block_tokens`` tokens per block.
+
+        Blocks of ``state_groups`` hold the state after all tokens so far instead of KV for
+        each token: only the newest is stored, to be restored at that number of tokens.
+        """
     def status(self, request_id: str) -> tuple[str, int] | None:
         """State and number of tokens stored; ``None`` if the request is not preserved."""
     def counts(self) -> dict[str, int]:
         """Requests by state."""
+    def entries(self) -> list[tuple[str, str, list[int]]]:
+        """Id, state and host blocks of every request, released ones under copy included."""
     def begin_store(
         self,
         request_id: str,

@@ -39,16 +39,19 @@ __all__ = [
     "block_tokens",
     "check_children",
     "check_version",
+    "claim_hits_first",
     "current_transfer_config",
     "dequeue",
     "end_wait",
     "find_offload_connector",
     "hides_data_parallel_size",
+    "hits_are_claimed_first",
     "num_nodes",
     "outputs_under_way",
     "recompute_flag",
     "scheduler_advice",
     "start_again",
+    "state_groups",
     "transfer_params",
     "uncomputed_cached_blocks",
     "waiting_queues",
@@ -98,22 +101,30 @@ def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> lis
     scheduler block covers ``block_size`` x DCP x PCP tokens.
 
     Raises:
-        ValueError: A group's blocks do not hold per-token KV.
+        ValueError: A group's blocks hold neither KV per token nor a state.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
     parallel = vllm_config.parallel_config
     factor = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     tokens = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        if not isinstance(spec, AttentionSpec):
+        if not isinstance(spec, AttentionSpec | MambaSpec | UniformTypeKVCacheSpecs):
             raise ValueError(
-                f"KV cache group {i} ({type(spec).__name__}; layer {group.layer_names[0]!r}) holds "
-                "a state, not KV per token; PreemptOffloadConnector cannot preserve it yet"
+                f"KV cache group {i} ({type(spec).__name__}; layer {group.layer_names[0]!r}) is of "
+                "a kind that PreemptOffloadConnector does not know how to preserve"
             )
         tokens.append(int(spec.block_size) * factor)
     return tokens
+
+
+def state_groups(kv_cache_config: KVCacheConfig) -> list[int]:
+    """The KV cache groups whose blocks hold a state after all tokens so far, as in Mamba."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return [i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
 
 
 def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:
@@ -203,6 +214,56 @@ def transfer_params(freed: Any) -> dict[str, Any]:
     if isinstance(freed, tuple):
         return dict(zip(("kv_transfer_params", "ec_transfer_params"), freed, strict=True))
     return {"kv_transfer_params": freed}
+
+
+# ---- the block manager ----
+
+
+def hits_are_claimed_first() -> bool:
+    """Whether vLLM claims a request's prefix-cache hits in all groups before it allocates.
+
+    vLLM 0.23 goes group by group: blocks allocated for the tokens to restore in one group may
+    be the hits of the next, and then two groups write to the same block.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    return hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
+
+
+def claim_hits_first(manager: KVCacheManager) -> None:
+    """Makes this manager claim them first, if vLLM does not."""
+    if hits_are_claimed_first():
+        return
+    coordinator, pool = manager.coordinator, manager.block_pool
+    allocate = coordinator.allocate_new_computed_blocks
+
+    def claim_and_allocate(
+        request_id: str,
+        new_computed_blocks: Any,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        claimed = []
+        if num_external_computed_tokens > 0:
+            num_computed_tokens = num_local_computed_tokens + num_external_computed_tokens
+            for single, hits in zip(
+                coordinator.single_type_managers, new_computed_blocks, strict=True
+            ):
+                # What the request will not look at any more it does not take either.
+                skipped = single.get_num_skipped_tokens(num_computed_tokens) // single.block_size
+                claimed += [block for block in hits[max(skipped, 0) :] if not block.is_null]
+        pool.touch(claimed)
+        try:
+            allocate(
+                request_id=request_id,
+                new_computed_blocks=new_computed_blocks,
+                num_local_computed_tokens=num_local_computed_tokens,
+                num_external_computed_tokens=num_external_computed_tokens,
+            )
+        finally:
+            pool.free_blocks(claimed)
+
+    coordinator.allocate_new_computed_blocks = claim_and_allocate
 
 
 # ---- the config ----

@@ -76,11 +76,21 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             advice = compat.scheduler_advice(vllm_config)
             if advice is not None:
                 logger.warning("%s", advice)
+            state_groups = compat.state_groups(kv_cache_config)
+            speculative = vllm_config.speculative_config is not None
+            if state_groups and speculative:
+                logger.warning(
+                    "No preempted request will be preserved: with speculative decoding, the states "
+                    "in KV cache groups %s may have gone past the accepted tokens",
+                    state_groups,
+                )
             self.scheduler = OffloadScheduler(
                 num_host_blocks=budget.num_blocks,
                 block_tokens=compat.block_tokens(kv_cache_config, vllm_config),
                 world_size=parallel.world_size,
                 share_blocks=config.enable_offload_prefix_caching,
+                state_groups=state_groups,
+                speculative=speculative,
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:

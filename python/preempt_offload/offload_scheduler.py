@@ -40,6 +40,11 @@ class OffloadScheduler:
         block_tokens: Tokens per block of each KV cache group.
         world_size: Workers that take part in each copy: TP x PP.
         share_blocks: Share full blocks with equal hashes between requests.
+        state_groups: KV cache groups whose blocks hold a state after all tokens so far.
+        speculative: Whether tokens are scheduled that may be rejected. A state that has gone
+            past them cannot be restored, so with state groups nothing is preserved then.
+        trust_hits: Whether more can be restored than the device's prefix cache has of a
+            request; see ``compat.hits_are_claimed_first``.
         no_op_advice: What to tell the operator when it turns out that the engine's
             scheduler preempts without asking.
     """
@@ -51,16 +56,22 @@ class OffloadScheduler:
         block_tokens: Sequence[int],
         world_size: int,
         share_blocks: bool,
+        state_groups: Sequence[int] = (),
+        speculative: bool = False,
+        trust_hits: bool = True,
         no_op_advice: str,
     ) -> None:
         self.pool = BlockPool(num_host_blocks, indexed=share_blocks)
-        self.table = RequestTable(self.pool, block_tokens)
+        self.table = RequestTable(self.pool, block_tokens, state_groups=state_groups)
         self.stats = SchedulerStats()
+        self._trust_hits = trust_hits
         # Tokens per block hash of a request; vLLM tells when it binds its block pool.
         self.hash_tokens: int | None = None
         self._completion = CompletionTracker(world_size)
         self._block_tokens = tuple(block_tokens)
+        self._state_groups = frozenset(state_groups)
         self._share_blocks = share_blocks
+        self._preserves = not (speculative and state_groups)
         self._no_op_advice: str | None = no_op_advice
 
         # What the next metadata will carry, and what the workers have yet to report.
@@ -74,6 +85,8 @@ class OffloadScheduler:
         self._failed_loads: set[str] = set()
         # Requests whose store has failed, for the engine's scheduler to take.
         self._lost: list[str] = []
+        # Requests whose load has failed, for the engine's scheduler to take.
+        self._unloaded: list[str] = []
         # Requests whose load is through, but which have not been scheduled since.
         self._landed: set[str] = set()
 
@@ -100,6 +113,9 @@ class OffloadScheduler:
         self.scheduler_asks()
         request_id = request.request_id
         if num_computed_tokens <= 0:
+            return False
+        if not self._preserves:
+            self.stats.not_preserved += 1
             return False
         try:
             pairs, mirrored, shared = self.table.begin_store(
@@ -154,6 +170,15 @@ class OffloadScheduler:
         """Whether copies are planned or under way; the engine must go on stepping."""
         return bool(self._storing or self._loading)
 
+    def trust_hits(self) -> None:
+        """Notes that the engine's scheduler claims prefix-cache hits before it allocates."""
+        self._trust_hits = True
+
+    def take_unloaded_requests(self) -> list[str]:
+        """Requests whose loads have failed since the last call."""
+        unloaded, self._unloaded = self._unloaded, []
+        return unloaded
+
     def take_lost_requests(self) -> list[str]:
         """Requests that were to be preserved, but whose stores have failed since the last call."""
         lost, self._lost = self._lost, []
@@ -182,7 +207,7 @@ class OffloadScheduler:
         state, num_stored = status
         if state == "Storing":
             return None, False
-        if state != "Ready":
+        if state != "Ready" or (num_computed_tokens > 0 and not self._trust_hits):
             return 0, False
         if compat.outputs_under_way(request):
             # A step is under way that may add tokens or take drafts back.
@@ -281,10 +306,12 @@ class OffloadScheduler:
 
     # ---- inside ----
 
-    @staticmethod
-    def _restorable_tokens(request: Request, num_stored: int) -> int:
+    def _restorable_tokens(self, request: Request, num_stored: int) -> int:
         # The last token has no KV: it was sampled and not yet fed to the model.
         known: int = request.num_tokens - 1
+        if num_stored > known and self._state_groups:
+            # The state has gone past the tokens that are kept.
+            return 0
         return min(num_stored, known)
 
     def _shareable_hashes(self, request: Request, num_computed_tokens: int) -> list[list[bytes]]:
@@ -292,8 +319,11 @@ class OffloadScheduler:
         if not self._share_blocks or self.hash_tokens is None:
             return []
         num_known = min(num_computed_tokens, request.num_tokens)
-        shareable = []
-        for tokens in self._block_tokens:
+        shareable: list[list[bytes]] = []
+        for group, tokens in enumerate(self._block_tokens):
+            if group in self._state_groups:
+                shareable.append([])
+                continue
             # A hash covers all tokens before it, so a block's last one identifies the block.
             step = tokens // self.hash_tokens
             num_hashes = num_known // tokens * step

@@ -1,0 +1,445 @@
+"""The loop of vLLM's engine core, over a real scheduler and simulated workers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import tempfile
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from preempt_offload import compat, plugin, tiny_model
+from preempt_offload.recompute_scheduler import STOP_REASON, RecomputeScheduler
+
+from .accounts import check_device, check_host, check_nothing_left
+from .language import Sentence
+from .plan import MAX_LENGTH, Abort, Add, Reset, Steps
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from .plan import Event, Group, Plan, Setup
+
+    Trace = Callable[[str], None]
+
+# Steps without a single token, beyond those that copies take, that mean nothing moves.
+PATIENCE = 20
+# Steps after the last event that no plan comes near.
+MOST_STEPS = 20_000
+
+
+class Wrong(AssertionError):
+    """A request did not get what it must get."""
+
+
+def simulate(plan: Plan, trace: Trace | None = None) -> Counter[str]:
+    """Runs a plan to its end and counts what happened on the way.
+
+    Args:
+        plan: What happens.
+        trace: Gets a line for everything that is decided about KV.
+
+    Raises:
+        Exception: Something is wrong, with the package or with the simulator.
+    """
+    simulation = Simulation(plan, trace)
+    for event in plan.events:
+        simulation.apply(event)
+    simulation.drain()
+    return simulation.happened
+
+
+class Simulation:
+    """One engine, from its start to its end."""
+
+    def __init__(self, plan: Plan, trace: Trace | None) -> None:
+        self._trace = trace
+        self._setup = setup = plan.setup
+        self.happened = Counter[str]()
+        self._weights = 0
+        self._sentences: dict[str, Sentence] = {}
+        self._requests: dict[str, Request] = {}
+        self._adds: dict[str, Add] = {}
+        self._delivered: dict[str, list[int]] = {}
+        self._same_weights: set[str] = set()
+        config = _vllm_config(setup)
+        # The scheduler asks for it; the workers here run on anything.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(setup.second_runner))
+        cache_config = _kv_cache_config(setup)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache_config, config)
+        self.scheduler = RecomputeScheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=_structured_output_manager(),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        connector = compat.find_offload_connector(self.scheduler.connector)
+        self.offload = connector.scheduler
+        self._workers = []
+        for rank in range(setup.world_size):
+            config = copy.copy(config)
+            config.parallel_config = copy.copy(config.parallel_config)
+            config.parallel_config.rank = rank
+            made = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+            self._workers.append(Worker(rank, setup, made, self._sentences, plan.seed))
+        self._aggregator = KVOutputAggregator.from_connector(connector, setup.world_size)
+        self._hasher = get_request_block_hasher(hash_block_size, sha256)
+        self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._aborts: list[str] = []
+        self._idle_steps = 0
+        self._watch()
+
+    # ---- events ----
+
+    def apply(self, event: Event) -> None:
+        """Lets an event happen."""
+        if self._trace:
+            self._trace(str(event))
+        match event:
+            case Add():
+                self._add(event)
+            case Abort():
+                self._abort(event)
+            case Reset():
+                self._reset(event)
+            case Steps():
+                for _ in range(event.count):
+                    self.step()
+
+    def _add(self, add: Add) -> None:
+        request_id = f"r{add.request}"
+        params = SamplingParams(
+            max_tokens=add.max_tokens,
+            ignore_eos=True,
+            stop_token_ids=[] if add.stop_token is None else [add.stop_token],
+        )
+        request = Request(
+            request_id,
+            list(add.prompt),
+            params,
+            None,
+            arrival_time=float(add.request),
+            priority=add.priority,
+            lora_request=_adapter(add.adapter),
+            block_hasher=self._hasher,
+        )
+        self._adds[request_id] = add
+        self._requests[request_id] = request
+        self._sentences[request_id] = Sentence(add.prompt, add.adapter, self._weights)
+        self._delivered[request_id] = []
+        self._same_weights.add(request_id)
+        self.scheduler.add_request(request)
+
+    def _abort(self, abort: Abort) -> None:
+        request_id = f"r{abort.request}"
+        if request_id not in self.scheduler.requests:
+            return
+        if abort.within_step:
+            self._aborts.append(request_id)
+        else:
+            self._carry_out_aborts([request_id])
+
+    def _carry_out_aborts(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                status = self.offload.table.status(request_id)
+                state = status[0] if status else request.status.name
+                self.happened[f"aborts in state {state}"] += 1
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def _reset(self, reset: Reset) -> None:
+        if reset.running and self._setup.drafts:
+            # vLLM 0.23 would take drafts that the step under way rejects off the tokens that
+            # a request has computed since the reset.
+            while self._under_way:
+                self._update()
+        running = {r.request_id for r in self.scheduler.running}
+        try:
+            done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
+        except RuntimeError:
+            # vLLM could not: KV is being received. Running requests lost theirs already.
+            done = False
+        self.happened["resets done" if done else "resets refused"] += 1
+        if not done:
+            return
+        self._weights += 1
+        self._same_weights.clear()
+        for request_id, request in self.scheduler.requests.items():
+            tokens = list(request.all_token_ids)
+            row = self._workers[0].rows.get(request_id)
+            if request_id not in running and row is not None and row.known > len(tokens):
+                # What the step under way has sampled for it is kept.
+                tokens = self._sentences[request_id].said(0, row.known)
+            self._sentences[request_id].become(tokens, self._weights)
+
+    # ---- steps ----
+
+    def step(self) -> None:
+        """One step of the engine core."""
+        self.happened["steps"] += 1
+        if self._setup.asynchronous:
+            self._step_with_queue()
+        elif self.scheduler.has_requests():
+            self._schedule()
+            self._update()
+        live = set(self.scheduler.requests)
+        check_device(self.scheduler)
+        check_host(self.offload, live, share=self._setup.share)
+        self._aborts.clear()
+
+    def _step_with_queue(self) -> None:
+        scheduler, queue = self.scheduler, self._under_way
+        if scheduler.has_requests():
+            executed = self._schedule()
+            if len(queue) < 2 and (executed or scheduler.has_requests()):
+                return
+        if queue:
+            self._update()
+
+    def _schedule(self) -> bool:
+        output = self.scheduler.schedule()
+        if self._trace:
+            scheduled = output.num_scheduled_tokens
+            self._trace(
+                f"step: {scheduled}, drafts {output.scheduled_spec_decode_tokens}, "
+                f"ended {output.finished_req_ids}"
+            )
+        outputs = [worker.execute(output) for worker in self._workers]
+        self._under_way.append((output, self._aggregator.aggregate(outputs)))
+        executed = output.total_num_scheduled_tokens > 0
+        self._idle_steps = 0 if executed else self._idle_steps + 1
+        if self._idle_steps > PATIENCE + 2 * self._setup.delay:
+            raise Wrong(f"nothing moves: {self._whereabouts()}")
+        return executed
+
+    def _update(self) -> None:
+        output, report = self._under_way.popleft()
+        self._carry_out_aborts(self._aborts)
+        outputs = self.scheduler.update_from_output(output, report)
+        if self._setup.drafts and not self._setup.asynchronous and report.req_ids:
+            self.scheduler.update_draft_token_ids(self._workers[0].drafts(output))
+        for of_client in outputs.values():
+            for out in of_client.outputs:
+                self._delivered[out.request_id] += out.new_token_ids
+        for request_id in [r for r, request in self._requests.items() if request.is_finished()]:
+            self._finish(self._requests.pop(request_id))
+
+    def _finish(self, request: Request) -> None:
+        request_id, self_add = request.request_id, self._adds.pop(request.request_id)
+        reason = request.status
+        self.happened[f"{reason.name.lower()}"] += 1
+        tokens = list(request.output_token_ids)
+        delivered = self._delivered.pop(request_id)
+        if delivered != tokens and reason != RequestStatus.FINISHED_ABORTED:
+            raise Wrong(f"{request_id} has {tokens}, but delivered was {delivered}")
+        start = len(self_add.prompt)
+        if request_id in self._same_weights:
+            right = self._sentences[request_id].said(start, start + len(tokens))
+            if right != tokens:
+                raise Wrong(f"{request_id} says {tokens} instead of {right}")
+        if reason == RequestStatus.FINISHED_STOPPED:
+            returned = request.stop_reason == STOP_REASON
+            assert returned <= self._setup.consumer
+            assert returned or tokens[-1] == self_add.stop_token
+            self.happened["returned to the proxy"] += returned
+        elif reason == RequestStatus.FINISHED_LENGTH_CAPPED:
+            assert len(tokens) == self_add.max_tokens
+        else:
+            assert reason == RequestStatus.FINISHED_ABORTED, reason
+        del self._sentences[request_id]
+
+    def drain(self) -> None:
+        """Steps until nothing is left to do, then checks that nothing is left."""
+        for _ in range(MOST_STEPS):
+            if not self.scheduler.has_requests() and not self._under_way:
+                break
+            self.step()
+        else:
+            raise Wrong(f"requests never end: {self._whereabouts()}")
+        check_device(self.scheduler)
+        check_nothing_left(self.scheduler, self.offload)
+        if self._requests:
+            raise Wrong(f"requests were lost: {sorted(self._requests)}")
+        stats = dataclasses.asdict(self.offload.stats)
+        self.happened.update({name.replace("_", " "): n for name, n in stats.items()})
+
+    # ---- inside ----
+
+    def _watch(self) -> None:
+        preempt, after_alloc = (
+            self.scheduler._preempt_request,
+            self.offload.update_state_after_alloc,
+        )
+
+        def preempt_request(request: Request, *args: object, **kwargs: object) -> None:
+            self.happened["preemptions"] += 1
+            self._tell("preempts", request, self._tables(request.request_id))
+            preempt(request, *args, **kwargs)
+
+        def update_state_after_alloc(request: Request, blocks: object, num_tokens: int) -> None:
+            after_alloc(request, blocks, num_tokens)
+            if num_tokens:
+                self._tell(f"restores {num_tokens} tokens of", request, blocks)
+
+        self.scheduler._preempt_request = preempt_request
+        self.offload.update_state_after_alloc = update_state_after_alloc
+
+    def _tables(self, request_id: str) -> object:
+        return self.scheduler.kv_cache_manager.get_block_ids(request_id)
+
+    def _tell(self, what: str, request: Request, blocks: object) -> None:
+        if self._trace:
+            status = self.offload.table.status(request.request_id)
+            self._trace(
+                f"{what} {request.request_id}, {request.num_computed_tokens} of "
+                f"{request.num_tokens} tokens computed, {status}, blocks {blocks}"
+            )
+
+    def _whereabouts(self) -> dict[str, tuple[str, int, object]]:
+        return {
+            request_id: (
+                request.status.name,
+                request.num_computed_tokens,
+                self.offload.table.status(request_id),
+            )
+            for request_id, request in self.scheduler.requests.items()
+        }
+
+
+# ---- what is made once ----
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    init_none_hash(sha256)
+    plugin.register()
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        return EngineArgs(
+            model=str(tiny_model.write(Path(folder))),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2 * MAX_LENGTH,
+            kv_transfer_config=KVTransferConfig(kv_connector=plugin.NAME, kv_role="kv_both"),
+        ).create_engine_config()
+
+
+@functools.cache
+def _structured_output_manager() -> StructuredOutputManager:
+    return StructuredOutputManager(_base_config())
+
+
+@functools.cache
+def _adapter(number: int) -> LoRARequest | None:
+    return LoRARequest(f"adapter{number}", number, "nowhere") if number else None
+
+
+def _vllm_config(setup: Setup) -> VllmConfig:
+    config = copy.copy(_base_config())
+    config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+    scheduler.async_scheduling = setup.asynchronous
+    scheduler.policy = "priority" if setup.priorities else "fcfs"
+    scheduler.max_num_seqs = setup.max_seqs
+    scheduler.max_num_batched_tokens = setup.max_tokens
+    scheduler.max_num_scheduled_tokens = None
+    scheduler.long_prefill_token_threshold = setup.long_prefill
+    config.cache_config = cache = copy.copy(config.cache_config)
+    cache.block_size = min(_spec(group, setup).block_size for group in setup.groups)
+    cache.num_gpu_blocks = setup.num_blocks
+    cache.enable_prefix_caching = setup.prefix_caching
+    cache.mamba_cache_mode = setup.state_mode
+    config.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.world_size = setup.world_size
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=plugin.NAME,
+        kv_role="kv_consumer" if setup.consumer else "kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "offload_host_memory_ratio": setup.host_ratio,
+            "enable_offload_prefix_caching": setup.share,
+            "host_copy_threads": 1,
+        },
+    )
+    if setup.drafts:
+        # Its checks need a model to draft with.
+        config.speculative_config = speculative = object.__new__(SpeculativeConfig)
+        speculative.method = "draft_model" if setup.lookahead else "ngram"
+        speculative.num_speculative_tokens = setup.drafts
+    return config
+
+
+def _kv_cache_config(setup: Setup) -> KVCacheConfig:
+    names = [f"layer.{i}" for i in range(len(setup.groups))]
+    shares = [names] if setup.overlaid else [[name] for name in names]
+    return KVCacheConfig(
+        num_blocks=setup.num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(setup.num_blocks * setup.page_bytes, shared) for shared in shares
+        ],
+        kv_cache_groups=[
+            KVCacheGroupSpec([name], _spec(group, setup))
+            for name, group in zip(names, setup.groups, strict=True)
+        ],
+    )
+
+
+def _spec(group: Group, setup: Setup) -> KVCacheSpec:
+    if group.kind == "state":
+        none = setup.state_mode == "none"
+        return MambaSpec(
+            shapes=((1,),),
+            dtypes=(torch.int64,),
+            block_size=2 * MAX_LENGTH if none else group.block_tokens,
+            page_size_padded=setup.page_bytes,
+            mamba_cache_mode=setup.state_mode,
+            num_speculative_blocks=setup.drafts,
+        )
+    attention = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": setup.page_bytes // group.block_tokens // 2,
+        "dtype": torch.int8,
+    }
+    if group.kind == "window":
+        return SlidingWindowSpec(**attention, sliding_window=group.reach)
+    if group.kind == "chunked":
+        return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.reach)
+    return FullAttentionSpec(**attention)

@@ -1,0 +1,258 @@
+"""What will happen in a simulation: a setup and a list of events, all from one seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any, Literal
+
+Kind = Literal["full", "window", "chunked", "state"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A KV cache group.
+
+    Attributes:
+        kind: What its layers are.
+        block_tokens: Tokens per block.
+        reach: Tokens of the sliding window, or of a chunk of chunked local attention.
+    """
+
+    kind: Kind
+    block_tokens: int
+    reach: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The engine of a simulation.
+
+    Attributes:
+        groups: Its KV cache groups.
+        overlaid: Whether the groups share one storage, each block belonging to one of them.
+        num_blocks: Device blocks, null block included.
+        host_ratio: Host blocks per device block.
+        share: Whether full blocks are shared between preserved requests.
+        world_size: Workers.
+        asynchronous: Async scheduling: a step is scheduled while one is under way.
+        prefix_caching: The device's own prefix cache.
+        priorities: Priority scheduling instead of first come, first served.
+        max_seqs: Requests in a batch.
+        max_tokens: Tokens in a batch.
+        long_prefill: vLLM's threshold that cuts long prompts into chunks; 0: none.
+        drafts: Speculative tokens per step.
+        lookahead: Whether drafts have KV of their own, as with EAGLE or a draft model.
+        state_mode: vLLM's cache mode of state groups: none, align or all.
+        second_runner: Whether the workers call as vLLM's second model runner does.
+        consumer: Whether this is a decode node, which returns what it cannot preserve.
+        delay: The most steps that a copy takes.
+        failures: Copies out of a thousand that fail.
+    """
+
+    groups: tuple[Group, ...] = (Group("full", 4),)
+    overlaid: bool = True
+    num_blocks: int = 16
+    host_ratio: float = 1.0
+    share: bool = False
+    world_size: int = 1
+    asynchronous: bool = False
+    prefix_caching: bool = False
+    priorities: bool = False
+    max_seqs: int = 4
+    max_tokens: int = 32
+    long_prefill: int = 0
+    drafts: int = 0
+    lookahead: bool = False
+    state_mode: Literal["none", "align", "all"] = "none"
+    second_runner: bool = False
+    consumer: bool = False
+    delay: int = 2
+    failures: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block in every group: a tag, or several, for each of its tokens."""
+        return 8 * max(group.block_tokens for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Add:
+    """A request comes in."""
+
+    request: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_token: int | None = None
+    priority: int = 0
+    adapter: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """A client goes away, between steps or while a step is under way."""
+
+    request: int
+    within_step: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reset:
+    """The prefix cache is reset, as before new weights are loaded."""
+
+    running: bool
+    connector: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The engine takes steps."""
+
+    count: int
+
+
+Event = Add | Abort | Reset | Steps
+_EVENTS = {kind.__name__.lower(): kind for kind in (Add, Abort, Reset, Steps)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A simulation. ``seed`` also decides what the events leave open: how long copies take,
+    which of them fail, and how many drafts are right."""
+
+    seed: int
+    setup: Setup
+    events: tuple[Event, ...]
+
+    def to_json(self) -> str:
+        """One line for the setup and one for each event."""
+        setup = dataclasses.asdict(self.setup)
+        lines = [json.dumps({"seed": self.seed, "setup": setup})]
+        lines += [
+            json.dumps({type(event).__name__.lower(): dataclasses.asdict(event)})
+            for event in self.events
+        ]
+        return "\n".join(lines)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what ``to_json`` wrote."""
+        head, *lines = map(json.loads, text.strip().splitlines())
+        setup = head["setup"]
+        setup["groups"] = tuple(Group(**group) for group in setup["groups"])
+        events = [_event(*line.popitem()) for line in lines]
+        return cls(head["seed"], Setup(**setup), tuple(events))
+
+
+def _event(kind: str, fields: dict[str, Any]) -> Event:
+    if "prompt" in fields:
+        fields["prompt"] = tuple(fields["prompt"])
+    event: Event = _EVENTS[kind](**fields)
+    return event
+
+
+# ---- at random ----
+
+VOCABULARY = 50
+MAX_LENGTH = 120
+BLOCK_TOKENS = 4
+
+
+def random_plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(seed)
+    setup = _random_setup(rng)
+    return Plan(seed, setup, tuple(_random_events(rng, setup)))
+
+
+def _random_setup(rng: random.Random) -> Setup:
+    prefix_caching = rng.random() < 0.5
+    drafts = rng.choice((0, 0, 0, 1, 3))
+    groups = _random_groups(rng)
+    if prefix_caching and len(set(groups)) == 1:
+        # vLLM's prefix cache takes several groups only if they differ.
+        groups = groups[:1]
+    states = any(group.kind == "state" for group in groups)
+    windows = any(group.kind in ("window", "chunked") for group in groups)
+    asynchronous = rng.random() < 0.5
+    if (states and prefix_caching) or (windows and asynchronous):
+        # vLLM 0.23 frees what is out of the window of drafts that may yet be rejected.
+        drafts = 0
+    return Setup(
+        groups=groups,
+        overlaid=rng.random() < 0.5,
+        num_blocks=_needed_blocks(groups, drafts) + rng.choice((2, 6, 12, 20)),
+        host_ratio=rng.choice((0.2, 0.5, 1.0, 2.0, 4.0)),
+        share=prefix_caching and rng.random() < 0.5,
+        world_size=rng.choice((1, 1, 2, 3)),
+        asynchronous=asynchronous,
+        prefix_caching=prefix_caching,
+        priorities=rng.random() < 0.4,
+        max_seqs=rng.choice((2, 4, 8)),
+        max_tokens=rng.choice((12, 24, 64)),
+        long_prefill=rng.choice((0, 0, 8)),
+        drafts=drafts,
+        lookahead=drafts > 0 and rng.random() < 0.5,
+        state_mode=(rng.choice(("align", "all")) if prefix_caching else "none")
+        if states
+        else "none",
+        second_runner=rng.random() < 0.3,
+        consumer=rng.random() < 0.2,
+        delay=rng.choice((0, 1, 3, 6)),
+        failures=rng.choice((0, 0, 0, 30, 150)) if len(groups) == 1 else 0,
+    )
+
+
+def _random_groups(rng: random.Random) -> tuple[Group, ...]:
+    kinds: list[Kind] = ["full"] * (rng.random() < 0.85)
+    kinds += rng.choices(("window", "chunked", "state"), k=rng.choice((0, 0, 1, 1, 2, 3)))
+    return tuple(_random_group(rng, kind) for kind in kinds or ["full"])
+
+
+def _random_group(rng: random.Random, kind: Kind) -> Group:
+    # Windows may begin anywhere; chunks, as in real models, where a block begins.
+    reaches: dict[str, tuple[int, ...]] = {"window": (3, 7, 8, 12, 20), "chunked": (8, 12, 20)}
+    reach = rng.choice(reaches.get(kind, (0,)))
+    return Group(kind, BLOCK_TOKENS, reach)
+
+
+def _needed_blocks(groups: tuple[Group, ...], drafts: int) -> int:
+    """Device blocks for one request of the greatest length, and the null block."""
+    longest = -(-(MAX_LENGTH + 2 * drafts) // BLOCK_TOKENS)
+    return 1 + longest * len(groups)
+
+
+def _random_events(rng: random.Random, setup: Setup) -> list[Event]:
+    events: list[Event] = []
+    prefixes = [_tokens(rng, rng.randrange(4, 40)) for _ in range(3)]
+    added = 0
+    for _ in range(rng.randrange(10, 50)):
+        what = rng.random()
+        if what < 0.55 or not added:
+            prompt = _tokens(rng, rng.randrange(1, 60))
+            if rng.random() < 0.5:
+                prompt = rng.choice(prefixes) + prompt[: rng.randrange(0, 20)]
+            prompt = prompt[: MAX_LENGTH - 40]
+            events.append(
+                Add(
+                    request=added,
+                    prompt=prompt,
+                    max_tokens=rng.choice((1, 5, 20, 40)),
+                    stop_token=rng.randrange(VOCABULARY) if rng.random() < 0.2 else None,
+                    priority=rng.randrange(3) if setup.priorities else 0,
+                    adapter=rng.choice((0, 0, 1, 2)),
+                )
+            )
+            added += 1
+        elif what < 0.7:
+            events.append(Abort(rng.randrange(added), within_step=rng.random() < 0.5))
+        elif what < 0.74:
+            events.append(Reset(rng.random() < 0.7, rng.random() < 0.5))
+        if rng.random() < 0.7:
+            events.append(Steps(rng.choice((1, 1, 2, 5, 15))))
+    return events
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))

@@ -1,0 +1,316 @@
+"""A rank: its KV caches, the made-up model, and the order of calls of a model runner.
+
+What a worker knows of a request it has from the scheduler's outputs alone, as a real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+from .language import GARBAGE
+from .late import LateDevice
+from .plan import MAX_LENGTH, VOCABULARY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from preempt_offload.connector import PreemptOffloadConnector
+
+    from .language import Sentence
+    from .plan import Group, Setup
+
+_POSITIONS = np.arange(2 * MAX_LENGTH)
+
+
+class WrongKV(AssertionError):
+    """A slot does not hold what the request that reads it has written."""
+
+
+@dataclasses.dataclass
+class _Row:
+    """A request as the worker knows it.
+
+    Attributes:
+        tables: Its block table in each group.
+        known: Tokens known, sampled ones included.
+        computed: Tokens whose KV is in the cache.
+        drafts: Tokens proposed for the next step.
+        accepted: Drafts accepted in the last step.
+    """
+
+    tables: list[npt.NDArray[np.int64]]
+    known: int
+    computed: int
+    drafts: list[int] = dataclasses.field(default_factory=list)
+    accepted: int = 0
+
+
+class _Cache:
+    """The KV cache of one group: a tag for each slot of each block.
+
+    Args:
+        index: The group's place among the groups.
+        group: The group.
+        pages: The storage, bytes of shape (blocks, bytes of a page).
+        setup: The engine.
+        mark: What this rank's tags differ by.
+    """
+
+    def __init__(
+        self, index: int, group: Group, pages: npt.NDArray[np.uint8], setup: Setup, mark: int
+    ) -> None:
+        self.group = group
+        self._index = index
+        self._mark = mark
+        self._all_states = setup.state_mode == "all"
+        words = pages.view(np.int64)
+        if group.kind == "state":
+            self._slots = words[:, 0]
+            tokens = 10**6 if setup.state_mode == "none" else group.block_tokens
+            self.tensor = torch.from_numpy(words)
+        else:
+            tokens = group.block_tokens
+            self._slots = words.reshape(len(pages) * tokens, -1)
+            self.tensor = torch.from_numpy(pages)
+        self._tokens = tokens
+        self._block_of = _POSITIONS // tokens
+        self._offset_of = _POSITIONS % tokens
+
+    def step(
+        self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
+    ) -> None:
+        """Reads what the step's tokens attend to and writes what is theirs.
+
+        Args:
+            name: The request, for errors.
+            row: What the worker knows of it.
+            tags: The tags of its sentence.
+            num_tokens: Tokens in this step.
+            good: How many of them are not rejected drafts.
+        """
+        if self.group.kind == "state":
+            self._step_state(name, row, tags, num_tokens, good)
+        else:
+            self._step_attention(name, row, tags, num_tokens, good)
+
+    def _step_attention(
+        self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
+    ) -> None:
+        group, start = self.group, row.computed
+        first = 0
+        if group.kind == "window":
+            first = max(0, start - group.reach + 1)
+        elif group.kind == "chunked":
+            first = start // group.reach * group.reach
+        table = row.tables[self._index]
+        end = start + num_tokens
+        if table.size <= self._block_of[end - 1]:
+            raise WrongKV(f"{name}: group {self._index} has no slot for token {end - 1}")
+        blocks = table[self._block_of[first:end]]
+        if not blocks.all():
+            position = first + int(np.argmin(blocks != 0))
+            raise WrongKV(f"{name}: group {self._index} has the null block at token {position}")
+        slots = blocks * self._tokens + self._offset_of[first:end]
+        held = self._slots[slots[: start - first]]
+        wrong = (held != (tags[first:start] ^ self._mark)[:, None]).any(axis=1)
+        if wrong.any():
+            position = first + int(np.argmax(wrong))
+            raise WrongKV(
+                f"{name}: group {self._index} ({group.kind}) reads the wrong KV at token "
+                f"{position} of {start}, in block {table[self._block_of[position]]}"
+            )
+        new = slots[start - first :]
+        self._slots[new[:good]] = (tags[start : start + good] ^ self._mark)[:, None]
+        self._slots[new[good:]] = GARBAGE
+
+    def _step_state(
+        self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
+    ) -> None:
+        start, end = row.computed, row.computed + num_tokens
+        if start:
+            block = self._state_block(name, row, start, row.accepted)
+            if self._slots[block] != tags[start - 1] ^ self._mark:
+                raise WrongKV(
+                    f"{name}: group {self._index} does not have the state after {start} tokens "
+                    f"in block {block}"
+                )
+        if self._all_states:
+            for boundary in range(start // self._tokens + 1, end // self._tokens + 1):
+                length = boundary * self._tokens
+                block = self._state_block(name, row, length, 0)
+                self._slots[block] = tags[length - 1] ^ self._mark
+        # One state after each token that may be the last, so that drafts can be rejected.
+        for rejected in range(min(num_tokens, 1 + len(row.drafts))):
+            place = min(num_tokens, 1 + len(row.drafts)) - 1 - rejected
+            after = end - rejected
+            block = self._state_block(name, row, after, place)
+            tag = tags[after - 1] ^ self._mark if after <= start + good else GARBAGE
+            self._slots[block] = tag
+
+    def _state_block(self, name: str, row: _Row, length: int, place: int) -> int:
+        table = row.tables[self._index]
+        at = (length - 1) // self._tokens + place
+        block = int(table[at]) if at < table.size else 0
+        if not block:
+            raise WrongKV(f"{name}: group {self._index} has no block for state {length}+{place}")
+        return block
+
+
+class Worker:
+    """One rank of the simulated engine.
+
+    Args:
+        rank: Its rank.
+        setup: The engine.
+        connector: Our connector in the worker role.
+        sentences: What each request must say.
+        seed: Decides what is left open.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        setup: Setup,
+        connector: PreemptOffloadConnector,
+        sentences: Mapping[str, Sentence],
+        seed: int,
+    ) -> None:
+        self._setup = setup
+        self._connector = connector
+        self._sentences = sentences
+        self._seed = seed
+        self.rows: dict[str, _Row] = {}
+        storages = [
+            np.zeros((setup.num_blocks, setup.page_bytes), np.uint8)
+            for _ in (setup.groups[:1] if setup.overlaid else setup.groups)
+        ]
+        self._storages = storages
+        self._caches = [
+            _Cache(i, group, storages[i % len(storages)], setup, mark=rank)
+            for i, group in enumerate(setup.groups)
+        ]
+        connector.register_kv_caches(
+            {f"layer.{i}": cache.tensor for i, cache in enumerate(self._caches)}
+        )
+        worker = connector.worker
+        assert worker is not None
+        worker._device = LateDevice(
+            worker._device,
+            random.Random(seed * 31 + rank),
+            most=setup.delay,
+            failures=setup.failures,
+        )
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Carries out a step, as vLLM's model runner does."""
+        connector, metadata = self._connector, output.kv_connector_metadata
+        connector.handle_preemptions(metadata)
+        self._update_rows(output)
+        if self._setup.second_runner:
+            connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv(None)
+        sampled = [
+            self._forward(request_id, count, output)
+            for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        sent, received = connector.get_finished(output.finished_req_ids)
+        report = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=report,
+        )
+
+    def drafts(self, output: SchedulerOutput) -> DraftTokenIds:
+        """The drafts for the requests of a step."""
+        ids = list(output.num_scheduled_tokens)
+        return DraftTokenIds(ids, [list(self.rows[request_id].drafts) for request_id in ids])
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for block in output.new_block_ids_to_zero or ():
+            for storage in self._storages:
+                storage[block] = 0
+        for new in output.scheduled_new_reqs:
+            tokens = (
+                new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
+            )
+            self._begin(new.req_id, tokens, new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            computed, blocks = cached.num_computed_tokens[i], cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                self._begin(request_id, cached.all_token_ids[request_id], blocks, computed)
+                continue
+            row = self.rows[request_id]
+            if blocks is not None:
+                row.tables = [
+                    np.append(table, np.asarray(new, np.int64))
+                    for table, new in zip(row.tables, blocks, strict=True)
+                ]
+            # Rejected drafts of a step under way are not taken off yet.
+            extra = computed - row.computed
+            if extra and not (self._setup.asynchronous and 0 < extra <= self._setup.drafts):
+                raise WrongKV(f"{request_id}: {computed} tokens computed, not {row.computed}")
+
+    def _begin(
+        self, request_id: str, tokens: list[int], blocks: tuple[list[int], ...], computed: int
+    ) -> None:
+        if self._sentences[request_id].said(0, len(tokens)) != tokens:
+            raise WrongKV(f"{request_id} begins with tokens that are not its own: {tokens}")
+        tables = [np.asarray(table, np.int64) for table in blocks]
+        self.rows[request_id] = _Row(tables, len(tokens), computed)
+
+    def _forward(self, request_id: str, num_tokens: int, output: SchedulerOutput) -> list[int]:
+        row, sentence = self.rows[request_id], self._sentences[request_id]
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        row.drafts = row.drafts[:num_drafts]
+        fed = row.computed + num_tokens - num_drafts
+        assert len(row.drafts) == num_drafts
+        assert fed <= row.known
+        right = sentence.said(fed, fed + num_drafts)
+        accepted = next(
+            (i for i, pair in enumerate(zip(row.drafts, right, strict=True)) if len(set(pair)) > 1),
+            num_drafts,
+        )
+        tags = sentence.tags_to(fed + num_drafts)
+        good = num_tokens - num_drafts + accepted
+        for cache in self._caches:
+            cache.step(request_id, row, tags, num_tokens, good)
+        row.computed += good
+        row.accepted = accepted
+        row.drafts = []
+        if fed < row.known:
+            return []
+        sampled = sentence.said(row.known, row.known + accepted + 1)
+        row.known += len(sampled)
+        row.drafts = self._propose(request_id, row.known, sentence)
+        return sampled
+
+    def _propose(self, request_id: str, known: int, sentence: Sentence) -> list[int]:
+        """Drafts of which a random number is right, the same on every rank."""
+        count = self._setup.drafts
+        if not count:
+            return []
+        right = random.Random(f"{self._seed} {request_id} {known}").randint(0, count)
+        drafts = sentence.said(known, known + count)
+        return drafts[:right] + [(token + 1) % VOCABULARY for token in drafts[right:]]
