@@ -25,6 +25,9 @@ V2_CONNECTOR = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+SINGLE_TYPE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
 
 # What the package calls. A tuple holds names of the same thing in different versions.
 CALLS = [
@@ -44,6 +47,14 @@ CALLS = [
     (CACHE_MANAGER, "get_block_ids(self, request_id)"),
     (CACHE_MANAGER, "evict_blocks(self, block_ids)"),
     (CACHE_MANAGER, "free(self, request)"),
+    (
+        COORDINATOR,
+        "allocate_new_computed_blocks(self, request_id, new_computed_blocks,"
+        " num_local_computed_tokens, num_external_computed_tokens)",
+    ),
+    (SINGLE_TYPE, "get_num_skipped_tokens(self, num_computed_tokens)"),
+    (BLOCK_POOL, "touch(self, blocks)"),
+    (BLOCK_POOL, "free_blocks(self, blocks)"),
     ("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids(self)"),
     ("vllm.v1.core.sched.request_queue:RequestQueue", "remove_requests(self, requests)"),
     ("vllm.v1.core.sched.request_queue:RequestQueue", "__iter__(self)"),
@@ -88,13 +99,14 @@ ATTRIBUTES = {
         "FINISHED_STOPPED",
     ],
     CACHE_MANAGER: ["coordinator", "block_pool"],
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ["single_type_managers"],
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": [
+    COORDINATOR: ["single_type_managers", "block_pool"],
+    SINGLE_TYPE: [
         "req_to_blocks",
         "block_size",
+        ("allocate_new_computed_blocks", "add_local_computed_blocks"),
     ],
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ["block_id", "block_hash"],
-    "vllm.v1.core.block_pool:BlockPool": ["hash_block_size"],
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ["block_id", "block_hash", "is_null"],
+    BLOCK_POOL: ["hash_block_size"],
     "vllm.v1.kv_cache_interface:KVCacheConfig": [
         "num_blocks",
         "kv_cache_tensors",
@@ -103,6 +115,8 @@ ATTRIBUTES = {
     "vllm.v1.kv_cache_interface:KVCacheTensor": ["size", ("shared_by", "layers")],
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
     "vllm.v1.kv_cache_interface:AttentionSpec": ["block_size", "page_size_bytes"],
+    "vllm.v1.kv_cache_interface:MambaSpec": ["block_size", "page_size_bytes"],
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ["block_size", "kv_cache_specs"],
     "vllm.v1.outputs:KVConnectorOutput": ["finished_recving", "kv_connector_worker_meta"],
     "vllm.v1.engine:EngineCoreOutput": [
         "request_id",
