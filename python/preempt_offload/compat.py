@@ -46,6 +46,7 @@ __all__ = [
     "find_offload_connector",
     "hides_data_parallel_size",
     "hits_are_claimed_first",
+    "loads_fail_by_request",
     "num_nodes",
     "outputs_under_way",
     "recompute_flag",
@@ -228,6 +229,16 @@ def hits_are_claimed_first() -> bool:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
     return hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
+
+
+def loads_fail_by_request() -> bool:
+    """Whether vLLM is told of failed loads by request.
+
+    vLLM 0.23 is told by block, and can tell whose block it was only with one KV cache group.
+    """
+    from vllm.v1.outputs import KVConnectorOutput
+
+    return hasattr(KVConnectorOutput(), "failed_recving")
 
 
 def claim_hits_first(manager: KVCacheManager) -> None:

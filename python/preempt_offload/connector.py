@@ -76,6 +76,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             advice = compat.scheduler_advice(vllm_config)
             if advice is not None:
                 logger.warning("%s", advice)
+            one_group = len(kv_cache_config.kv_cache_groups) == 1
             state_groups = compat.state_groups(kv_cache_config)
             speculative = vllm_config.speculative_config is not None
             if state_groups and speculative:
@@ -91,6 +92,8 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 share_blocks=config.enable_offload_prefix_caching,
                 state_groups=state_groups,
                 speculative=speculative,
+                trust_hits=one_group or compat.hits_are_claimed_first(),
+                recovers=one_group or compat.loads_fail_by_request(),
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:
@@ -202,9 +205,9 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler role: hooks of recompute schedulers ----
 
-    def scheduler_asks(self) -> None:
-        """Notes that the engine's scheduler asks before it preempts."""
-        self._scheduler.scheduler_asks()
+    def scheduler_cooperates(self) -> None:
+        """Notes that the engine's scheduler is one of this package's."""
+        self._scheduler.scheduler_cooperates()
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -219,6 +222,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_transfers(self) -> bool:
         """Whether copies are under way; the engine must go on stepping."""
         return self._scheduler.has_pending_transfers()
+
+    def take_unloaded_requests(self) -> list[str]:
+        """Requests whose loads have failed since the last call."""
+        return self._scheduler.take_unloaded_requests()
 
     def take_lost_requests(self) -> list[str]:
         """Requests whose stores have failed since the last call."""

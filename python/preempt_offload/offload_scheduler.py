@@ -43,8 +43,9 @@ class OffloadScheduler:
         state_groups: KV cache groups whose blocks hold a state after all tokens so far.
         speculative: Whether tokens are scheduled that may be rejected. A state that has gone
             past them cannot be restored, so with state groups nothing is preserved then.
-        trust_hits: Whether more can be restored than the device's prefix cache has of a
-            request; see ``compat.hits_are_claimed_first``.
+        trust_hits: Whether what the device's prefix cache has of a request may be left to
+            vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
+        recovers: Whether vLLM recovers from failed loads by itself.
         no_op_advice: What to tell the operator when it turns out that the engine's
             scheduler preempts without asking.
     """
@@ -59,12 +60,14 @@ class OffloadScheduler:
         state_groups: Sequence[int] = (),
         speculative: bool = False,
         trust_hits: bool = True,
+        recovers: bool = True,
         no_op_advice: str,
     ) -> None:
         self.pool = BlockPool(num_host_blocks, indexed=share_blocks)
         self.table = RequestTable(self.pool, block_tokens, state_groups=state_groups)
         self.stats = SchedulerStats()
         self._trust_hits = trust_hits
+        self._recovers = recovers
         # Tokens per block hash of a request; vLLM tells when it binds its block pool.
         self.hash_tokens: int | None = None
         self._completion = CompletionTracker(world_size)
@@ -92,9 +95,14 @@ class OffloadScheduler:
 
     # ---- hooks of the recompute scheduler ----
 
-    def scheduler_asks(self) -> None:
-        """Notes that the engine's scheduler asks before it preempts."""
+    def scheduler_cooperates(self) -> None:
+        """Notes that the engine's scheduler is one of this package's.
+
+        It asks before it preempts, claims prefix-cache hits before it allocates, and takes
+        the requests whose loads have failed.
+        """
         self._no_op_advice = None
+        self._trust_hits = self._recovers = True
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -110,7 +118,7 @@ class OffloadScheduler:
         Returns:
             Whether the request will be preserved; if not, its KV is lost.
         """
-        self.scheduler_asks()
+        self._no_op_advice = None
         request_id = request.request_id
         if num_computed_tokens <= 0:
             return False
@@ -170,12 +178,8 @@ class OffloadScheduler:
         """Whether copies are planned or under way; the engine must go on stepping."""
         return bool(self._storing or self._loading)
 
-    def trust_hits(self) -> None:
-        """Notes that the engine's scheduler claims prefix-cache hits before it allocates."""
-        self._trust_hits = True
-
     def take_unloaded_requests(self) -> list[str]:
-        """Requests whose loads have failed since the last call."""
+        """Requests that were being restored, but whose loads have failed since the last call."""
         unloaded, self._unloaded = self._unloaded, []
         return unloaded
 
@@ -285,10 +289,13 @@ class OffloadScheduler:
                         self._complete_stores(event, decided)
         for request_id in self._loading.intersection(finished_recving):
             self._loading.discard(request_id)
+            ok = request_id not in self._failed_loads
+            self._failed_loads.discard(request_id)
             if self.table.status(request_id) is not None:
                 self._landed.add(request_id)
-            self.table.finish_load(request_id, request_id not in self._failed_loads)
-            self._failed_loads.discard(request_id)
+                if not ok:
+                    self._give_up_load(request_id)
+            self.table.finish_load(request_id, ok)
 
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
@@ -337,6 +344,16 @@ class OffloadScheduler:
             if wanted and not ok:
                 logger.error("Storing request %s failed; its KV is lost", request_id)
                 self._lost.append(request_id)
+
+    def _give_up_load(self, request_id: str) -> None:
+        logger.error("Restoring request %s failed; its KV is lost", request_id)
+        if not self._recovers:
+            raise RuntimeError(
+                f"restoring request {request_id} failed, and this vLLM's own scheduler cannot "
+                "recover from that on a model with several KV cache groups; "
+                "preempt_offload.RecomputeScheduler can"
+            )
+        self._unloaded.append(request_id)
 
     def _warn_of_no_op(self, request: Request) -> None:
         if self._no_op_advice is not None and request.num_preemptions > 0:

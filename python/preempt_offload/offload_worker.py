@@ -119,8 +119,14 @@ class OffloadWorker:
         return {request_id for metadata in unloaded for request_id in metadata.load_requests}
 
     def take_unloaded_blocks(self) -> set[int]:
-        """Device blocks whose load has failed since this or ``take_unloaded_requests`` was."""
+        """Device blocks whose load has failed since this or ``take_unloaded_requests`` was.
+
+        None with several KV cache groups: a vLLM that is told by block would not know whose
+        block it was, and end.
+        """
         unloaded, self._unloaded = self._unloaded, []
+        if len(self._kv_cache_config.kv_cache_groups) > 1:
+            return set()
         return {
             block
             for metadata in unloaded

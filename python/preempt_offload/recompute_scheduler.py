@@ -58,7 +58,8 @@ class RecomputeScheduler(Scheduler):
                 type(self).__name__,
             )
         else:
-            self._offload.scheduler_asks()
+            compat.claim_hits_first(self.kv_cache_manager)
+            self._offload.scheduler_cooperates()
         transfer = self.vllm_config.kv_transfer_config
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
         # Requests that go back to the proxy once no step of theirs is under way.
@@ -101,11 +102,18 @@ class RecomputeScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Also returns the requests that could not be preserved, on a decode node."""
+        """Also ends or restarts the requests whose KV was lost on the way.
+
+        vLLM restarts (or fails, as ``kv_load_failure_policy`` says) requests whose loads
+        failed, where it can tell which; here the others follow. On a decode node, requests
+        that could not be preserved are returned.
+        """
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         if self._offload is not None:
+            for request_id in self._offload.take_unloaded_requests():
+                self._give_up_load(request_id, outputs)
             for request_id in self._offload.take_lost_requests():
                 request = self.requests.get(request_id)
                 waiting = request is not None and request.status == RequestStatus.PREEMPTED
@@ -114,6 +122,21 @@ class RecomputeScheduler(Scheduler):
         if self._unpreserved:
             self._return_unpreserved(outputs)
         return outputs
+
+    def _give_up_load(self, request_id: str, outputs: dict[int, EngineCoreOutputs]) -> None:
+        request = self.requests.get(request_id)
+        if (
+            request is None
+            or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+            or request_id in self.failed_recving_kv_req_ids
+        ):
+            return
+        if self.recompute_kv_load_failures:
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request_id)
+        else:
+            self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+            self._put_out(request, outputs)
 
     def _return_unpreserved(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         requests, self._unpreserved = self._unpreserved, []
@@ -126,21 +149,28 @@ class RecomputeScheduler(Scheduler):
                 continue
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = STOP_REASON
-            output = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=request.stop_reason,
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-                **compat.transfer_params(self._free_request(request)),
-            )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            self._put_out(request, outputs, **compat.transfer_params(self._free_request(request)))
             logger.info(
                 "Request %s could not be preserved and is returned with stop_reason=%r",
                 request.request_id,
                 STOP_REASON,
             )
+
+    @staticmethod
+    def _put_out(
+        request: Request, outputs: dict[int, EngineCoreOutputs], **transfer_params: Any
+    ) -> None:
+        """Adds the last output of a request that ends without a token."""
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=request.stop_reason,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+            **transfer_params,
+        )
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.num_preemptions > 0:

@@ -35,9 +35,9 @@ def main() -> int:
     return _run(args.seed, args.stride, args.steps, args.seconds)
 
 
-def _run(seed: int, stride: int, steps: int, seconds: float) -> int:
+def _run(first: int, stride: int, steps: int, seconds: float) -> int:
     happened, start = Counter[str](), time.monotonic()
-    for seed in itertools.count(seed, stride):
+    for seed in itertools.count(first, stride):
         plan = random_plan(seed)
         try:
             happened += simulate(plan)

@@ -120,6 +120,8 @@ class Simulation:
             self._workers.append(Worker(rank, setup, made, self._sentences, plan.seed))
         self._aggregator = KVOutputAggregator.from_connector(connector, setup.world_size)
         self._hasher = get_request_block_hasher(hash_block_size, sha256)
+        # Tokens that were to be preserved, by request, until it runs again.
+        self._promises: dict[str, int] = {}
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._aborts: list[str] = []
         self._idle_steps = 0
@@ -191,14 +193,25 @@ class Simulation:
             while self._under_way:
                 self._update()
         running = {r.request_id for r in self.scheduler.running}
+        receiving = any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
+            for request in self.scheduler.requests.values()
+        )
         try:
             done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
         except RuntimeError:
-            # vLLM could not: KV is being received. Running requests lost theirs already.
-            done = False
+            # KV is being received, so vLLM could not; but what is received is dropped, and all
+            # is valid but what vLLM's own prefix cache has.
+            done = not self._setup.prefix_caching
+        if reset.running and not receiving and not done:
+            raise Wrong(f"nothing stands in the way of a reset: {self._whereabouts()}")
         self.happened["resets done" if done else "resets refused"] += 1
-        if not done:
-            return
+        if reset.running or reset.connector or done:
+            self._promises.clear()
+        if done:
+            self._replace_weights(running)
+
+    def _replace_weights(self, running: set[str]) -> None:
         self._weights += 1
         self._same_weights.clear()
         for request_id, request in self.scheduler.requests.items():
@@ -241,6 +254,7 @@ class Simulation:
                 f"step: {scheduled}, drafts {output.scheduled_spec_decode_tokens}, "
                 f"ended {output.finished_req_ids}"
             )
+        self._check_promises(output)
         outputs = [worker.execute(output) for worker in self._workers]
         self._under_way.append((output, self._aggregator.aggregate(outputs)))
         executed = output.total_num_scheduled_tokens > 0
@@ -303,15 +317,24 @@ class Simulation:
     # ---- inside ----
 
     def _watch(self) -> None:
-        preempt, after_alloc = (
-            self.scheduler._preempt_request,
-            self.offload.update_state_after_alloc,
-        )
+        preempt = self.scheduler._preempt_request
+        before_preempt = self.offload.update_state_before_preempt
+        after_alloc = self.offload.update_state_after_alloc
 
         def preempt_request(request: Request, *args: object, **kwargs: object) -> None:
             self.happened["preemptions"] += 1
             self._tell("preempts", request, self._tables(request.request_id))
             preempt(request, *args, **kwargs)
+
+        def update_state_before_preempt(
+            request: Request, blocks: tuple[list[int], ...], num_tokens: int
+        ) -> bool:
+            preserved = before_preempt(request, blocks, num_tokens)
+            if preserved:
+                self._promises[request.request_id] = num_tokens
+            elif num_tokens:
+                self._check_refusal(request, blocks, num_tokens)
+            return preserved
 
         def update_state_after_alloc(request: Request, blocks: object, num_tokens: int) -> None:
             after_alloc(request, blocks, num_tokens)
@@ -319,7 +342,44 @@ class Simulation:
                 self._tell(f"restores {num_tokens} tokens of", request, blocks)
 
         self.scheduler._preempt_request = preempt_request
+        self.offload.update_state_before_preempt = update_state_before_preempt
         self.offload.update_state_after_alloc = update_state_after_alloc
+
+    def _check_promises(self, output: SchedulerOutput) -> None:
+        """What was preserved is not computed again."""
+        cached = output.scheduled_cached_reqs
+        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        started |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id in self._promises.keys() & started.keys():
+            preserved = self._promises.pop(request_id)
+            known = self.scheduler.requests[request_id].num_tokens - 1
+            if started[request_id] < min(preserved, known) and not self._setup.failures:
+                raise Wrong(
+                    f"{request_id} starts with {started[request_id]} tokens of {preserved} that "
+                    f"were preserved and {known} that can be"
+                )
+
+    def _check_refusal(
+        self, request: Request, blocks: tuple[list[int], ...], num_tokens: int
+    ) -> None:
+        """What can be preserved is."""
+        groups = self._setup.groups
+        if self._setup.drafts and any(group.kind == "state" for group in groups):
+            return
+        needed = sum(
+            1
+            if group.kind == "state"
+            else sum(block > 0 for block in table[: -(-num_tokens // group.block_tokens)])
+            for group, table in zip(groups, blocks, strict=True)
+        )
+        entries = self.offload.table.entries()
+        under_copy = ("Storing", "Loading")
+        if any(id_ == request.request_id and state in under_copy for id_, state, _ in entries):
+            # A copy from before a reset is still under way.
+            return
+        held = {b for _, state, owned in entries if state != "Mirrored" for b in owned}
+        if needed <= self.offload.pool.capacity - len(held):
+            raise Wrong(f"{request.request_id} was refused {needed} blocks; held are {len(held)}")
 
     def _tables(self, request_id: str) -> object:
         return self.scheduler.kv_cache_manager.get_block_ids(request_id)

@@ -155,18 +155,22 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
 # ---- at random ----
 
 VOCABULARY = 50
-MAX_LENGTH = 120
+MAX_LENGTH = 80
 BLOCK_TOKENS = 4
 
 
 def random_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)
-    setup = _random_setup(rng)
-    return Plan(seed, setup, tuple(_random_events(rng, setup)))
+    priorities = rng.random() < 0.4
+    events = _random_events(rng, priorities=priorities)
+    longest = max(
+        len(event.prompt) + event.max_tokens for event in events if isinstance(event, Add)
+    )
+    return Plan(seed, _random_setup(rng, priorities, longest), tuple(events))
 
 
-def _random_setup(rng: random.Random) -> Setup:
+def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
     prefix_caching = rng.random() < 0.5
     drafts = rng.choice((0, 0, 0, 1, 3))
     groups = _random_groups(rng)
@@ -182,13 +186,16 @@ def _random_setup(rng: random.Random) -> Setup:
     return Setup(
         groups=groups,
         overlaid=rng.random() < 0.5,
-        num_blocks=_needed_blocks(groups, drafts) + rng.choice((2, 6, 12, 20)),
+        # At least what the longest request needs, and the null block.
+        num_blocks=1
+        + len(groups) * -(-(longest + 2 * drafts) // BLOCK_TOKENS)
+        + rng.choice((0, 0, 1, 3, 8, 16)),
         host_ratio=rng.choice((0.2, 0.5, 1.0, 2.0, 4.0)),
         share=prefix_caching and rng.random() < 0.5,
         world_size=rng.choice((1, 1, 2, 3)),
         asynchronous=asynchronous,
         prefix_caching=prefix_caching,
-        priorities=rng.random() < 0.4,
+        priorities=priorities,
         max_seqs=rng.choice((2, 4, 8)),
         max_tokens=rng.choice((12, 24, 64)),
         long_prefill=rng.choice((0, 0, 8)),
@@ -200,7 +207,7 @@ def _random_setup(rng: random.Random) -> Setup:
         second_runner=rng.random() < 0.3,
         consumer=rng.random() < 0.2,
         delay=rng.choice((0, 1, 3, 6)),
-        failures=rng.choice((0, 0, 0, 30, 150)) if len(groups) == 1 else 0,
+        failures=rng.choice((0, 0, 0, 30, 150)),
     )
 
 
@@ -217,40 +224,35 @@ def _random_group(rng: random.Random, kind: Kind) -> Group:
     return Group(kind, BLOCK_TOKENS, reach)
 
 
-def _needed_blocks(groups: tuple[Group, ...], drafts: int) -> int:
-    """Device blocks for one request of the greatest length, and the null block."""
-    longest = -(-(MAX_LENGTH + 2 * drafts) // BLOCK_TOKENS)
-    return 1 + longest * len(groups)
-
-
-def _random_events(rng: random.Random, setup: Setup) -> list[Event]:
+def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
     events: list[Event] = []
     prefixes = [_tokens(rng, rng.randrange(4, 40)) for _ in range(3)]
     added = 0
-    for _ in range(rng.randrange(10, 50)):
+    lengths = rng.choice(((1, 12), (1, 50), (20, 50)))
+    for _ in range(rng.randrange(10, 60)):
         what = rng.random()
-        if what < 0.55 or not added:
-            prompt = _tokens(rng, rng.randrange(1, 60))
+        if what < 0.7 or not added:
+            prompt = _tokens(rng, rng.randrange(*lengths))
             if rng.random() < 0.5:
                 prompt = rng.choice(prefixes) + prompt[: rng.randrange(0, 20)]
-            prompt = prompt[: MAX_LENGTH - 40]
+            prompt = prompt[: MAX_LENGTH - 30]
             events.append(
                 Add(
                     request=added,
                     prompt=prompt,
-                    max_tokens=rng.choice((1, 5, 20, 40)),
+                    max_tokens=rng.choice((1, 5, 20, 30)),
                     stop_token=rng.randrange(VOCABULARY) if rng.random() < 0.2 else None,
-                    priority=rng.randrange(3) if setup.priorities else 0,
+                    priority=rng.randrange(3) if priorities else 0,
                     adapter=rng.choice((0, 0, 1, 2)),
                 )
             )
             added += 1
-        elif what < 0.7:
+        elif what < 0.82:
             events.append(Abort(rng.randrange(added), within_step=rng.random() < 0.5))
-        elif what < 0.74:
+        elif what < 0.85:
             events.append(Reset(rng.random() < 0.7, rng.random() < 0.5))
-        if rng.random() < 0.7:
-            events.append(Steps(rng.choice((1, 1, 2, 5, 15))))
+        if rng.random() < 0.6:
+            events.append(Steps(rng.choice((1, 1, 2, 4, 8))))
     return events
 
 

@@ -62,7 +62,7 @@ class _Cache:
         group: The group.
         pages: The storage, bytes of shape (blocks, bytes of a page).
         setup: The engine.
-        mark: What this rank's tags differ by.
+        mark: What the tags of this rank and group differ by.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Worker:
         ]
         self._storages = storages
         self._caches = [
-            _Cache(i, group, storages[i % len(storages)], setup, mark=rank)
+            _Cache(i, group, storages[i % len(storages)], setup, mark=rank * 16 + i)
             for i, group in enumerate(setup.groups)
         ]
         connector.register_kv_caches(

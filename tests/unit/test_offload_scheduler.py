@@ -771,7 +771,7 @@ def test_a_scheduler_that_never_asks_is_told_once_how_to(log, scene, request_a):
 
 
 def test_a_scheduler_that_asks_is_not_told(log, scene):
-    scene.scheduler.scheduler_asks()
+    scene.scheduler.scheduler_cooperates()
     scene.ask(Request("a", num_tokens=5, num_preemptions=1))
     assert not log.records
 
