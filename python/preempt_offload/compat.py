@@ -55,7 +55,9 @@ __all__ = [
     "state_groups",
     "transfer_params",
     "uncomputed_cached_blocks",
+    "unreserved_draft_blocks",
     "waiting_queues",
+    "why_unpreservable",
 ]
 
 OLDEST, NEWEST = (0, 23), (0, 32)
@@ -126,6 +128,21 @@ def state_groups(kv_cache_config: KVCacheConfig) -> list[int]:
 
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return [i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
+
+
+def why_unpreservable(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str | None:
+    """What keeps every request of this engine from being preserved, if anything does."""
+    if state_groups(kv_cache_config) and vllm_config.speculative_config is not None:
+        return (
+            "with speculative decoding, the states of this model's recurrent layers may have gone "
+            "past the tokens that are accepted"
+        )
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        return (
+            "vLLM's second model runner zeroes the blocks of this model before it lets their KV "
+            "be stored. Set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return None
 
 
 def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:
@@ -215,6 +232,20 @@ def transfer_params(freed: Any) -> dict[str, Any]:
     if isinstance(freed, tuple):
         return dict(zip(("kv_transfer_params", "ec_transfer_params"), freed, strict=True))
     return {"kv_transfer_params": freed}
+
+
+def unreserved_draft_blocks(scheduler: Scheduler) -> int:
+    """Device blocks for one step's drafts that vLLM does not keep free for restored requests.
+
+    A request being restored holds blocks and cannot be preempted. Before it admits one, vLLM
+    0.23 keeps free what the others still need for their known tokens, but not what their next
+    step needs for drafts; then all may hold blocks and none has enough of them to run.
+    """
+    if hasattr(scheduler, "_spec_decode_step_blocks") or not scheduler.num_spec_tokens:
+        return 0
+    step_tokens = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sum(-(-step_tokens // manager.block_size) for manager in managers)
 
 
 # ---- the block manager ----

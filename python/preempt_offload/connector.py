@@ -77,21 +77,16 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             if advice is not None:
                 logger.warning("%s", advice)
             one_group = len(kv_cache_config.kv_cache_groups) == 1
-            state_groups = compat.state_groups(kv_cache_config)
-            speculative = vllm_config.speculative_config is not None
-            if state_groups and speculative:
-                logger.warning(
-                    "No preempted request will be preserved: with speculative decoding, the states "
-                    "in KV cache groups %s may have gone past the accepted tokens",
-                    state_groups,
-                )
+            unpreservable = compat.why_unpreservable(kv_cache_config, vllm_config)
+            if unpreservable is not None:
+                logger.warning("No preempted request will be preserved: %s", unpreservable)
             self.scheduler = OffloadScheduler(
                 num_host_blocks=budget.num_blocks,
                 block_tokens=compat.block_tokens(kv_cache_config, vllm_config),
                 world_size=parallel.world_size,
                 share_blocks=config.enable_offload_prefix_caching,
-                state_groups=state_groups,
-                speculative=speculative,
+                state_groups=compat.state_groups(kv_cache_config),
+                preserves=unpreservable is None,
                 trust_hits=one_group or compat.hits_are_claimed_first(),
                 recovers=one_group or compat.loads_fail_by_request(),
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",

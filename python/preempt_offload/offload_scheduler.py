@@ -41,8 +41,7 @@ class OffloadScheduler:
         world_size: Workers that take part in each copy: TP x PP.
         share_blocks: Share full blocks with equal hashes between requests.
         state_groups: KV cache groups whose blocks hold a state after all tokens so far.
-        speculative: Whether tokens are scheduled that may be rejected. A state that has gone
-            past them cannot be restored, so with state groups nothing is preserved then.
+        preserves: Whether anything can be preserved at all; see ``compat.why_unpreservable``.
         trust_hits: Whether what the device's prefix cache has of a request may be left to
             vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
         recovers: Whether vLLM recovers from failed loads by itself.
@@ -58,7 +57,7 @@ class OffloadScheduler:
         world_size: int,
         share_blocks: bool,
         state_groups: Sequence[int] = (),
-        speculative: bool = False,
+        preserves: bool = True,
         trust_hits: bool = True,
         recovers: bool = True,
         no_op_advice: str,
@@ -74,7 +73,7 @@ class OffloadScheduler:
         self._block_tokens = tuple(block_tokens)
         self._state_groups = frozenset(state_groups)
         self._share_blocks = share_blocks
-        self._preserves = not (speculative and state_groups)
+        self._preserves = preserves
         self._no_op_advice: str | None = no_op_advice
 
         # What the next metadata will carry, and what the workers have yet to report.

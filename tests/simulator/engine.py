@@ -364,7 +364,8 @@ class Simulation:
     ) -> None:
         """What can be preserved is."""
         groups = self._setup.groups
-        if self._setup.drafts and any(group.kind == "state" for group in groups):
+        states = any(group.kind == "state" for group in groups)
+        if states and (self._setup.drafts or self._setup.second_runner):
             return
         needed = sum(
             1

@@ -213,10 +213,14 @@ class Worker:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carries out a step, as vLLM's model runner does."""
         connector, metadata = self._connector, output.kv_connector_metadata
-        connector.handle_preemptions(metadata)
-        self._update_rows(output)
         if self._setup.second_runner:
+            # It updates its rows first; that it may call twice was reported of vLLM-Ascend's.
+            self._update_rows(output)
             connector.handle_preemptions(metadata)
+            connector.handle_preemptions(metadata)
+        else:
+            connector.handle_preemptions(metadata)
+            self._update_rows(output)
         connector.bind_connector_metadata(metadata)
         connector.start_load_kv(None)
         sampled = [
