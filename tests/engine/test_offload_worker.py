@@ -207,16 +207,23 @@ def load_that_fails_on_its_way(worker, device):
     device.pending["h2d"].end(ok=False, num_bytes=0)
 
 
+@pytest.mark.parametrize("by_request", [False, True])
 @pytest.mark.parametrize("story", [load_that_cannot_begin, load_that_fails_on_its_way])
-def test_a_failed_load_is_finished_and_its_request_and_blocks_are_reported(scripted, device, story):
+def test_a_failed_load_is_finished_and_its_request_or_blocks_are_reported(
+    scripted, device, story, by_request
+):
     story(scripted, device)
     assert scripted.get_finished() == {"a"}
-    assert scripted.take_unloaded_blocks() == {5, 6}
+    if by_request:
+        assert scripted.take_unloaded_requests() == {"a"}
+    else:
+        assert scripted.take_unloaded_blocks() == {5, 6}
     assert scripted.take_report() == OffloadWorkerMetadata({}, frozenset({"a"}))
     assert scripted.stats.failed_loads == 1
     # Once.
     assert scripted.get_finished() == set()
     assert scripted.take_unloaded_blocks() == set()
+    assert scripted.take_unloaded_requests() == set()
     assert scripted.take_report() is None
 
 

@@ -20,6 +20,7 @@ from preempt_offload import AsyncRecomputeScheduler, RecomputeScheduler, compat
 from preempt_offload.metadata import OffloadWorkerMetadata
 
 WAITING_FOR_LOAD = RequestStatus.WAITING_FOR_REMOTE_KVS
+FAILED_LOADS_BY_REQUEST = hasattr(KVConnectorOutput(), "failed_recving")
 
 
 class Driver:
@@ -28,14 +29,15 @@ class Driver:
     Args:
         config: The engine's config.
         num_blocks: Device blocks, null block included.
+        groups: The layers of each KV cache group.
         scheduler_cls: The class to make; what the config says if not given.
     """
 
-    def __init__(self, config, num_blocks, scheduler_cls=None):
+    def __init__(self, config, num_blocks, scheduler_cls=None, groups=(["a"],)):
         init_none_hash(sha256)
         self.scheduler = (scheduler_cls or config.scheduler_config.get_scheduler_cls())(
             vllm_config=config,
-            kv_cache_config=kv_cache_config(["a"], num_blocks=num_blocks),
+            kv_cache_config=kv_cache_config(*groups, num_blocks=num_blocks),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
         )
@@ -45,6 +47,7 @@ class Driver:
         self.outputs = {}
         self.stores_ok = True
         self.hold_loads = False
+        self.loads_ok = True
         self._held = set()
         self._steps = itertools.count(100)
 
@@ -85,6 +88,7 @@ class Driver:
         self._held |= set(meta.load_requests) if meta is not None else set()
         loaded = set() if self.hold_loads else self._held.copy()
         self._held -= loaded
+        failed = frozenset() if self.loads_ok else frozenset(loaded)
         token, ids = next(self._steps), list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         return ModelRunnerOutput(
@@ -95,7 +99,8 @@ class Driver:
             ],
             kv_connector_output=KVConnectorOutput(
                 finished_recving=loaded,
-                kv_connector_worker_meta=OffloadWorkerMetadata(stores) if stores else None,
+                kv_connector_worker_meta=OffloadWorkerMetadata(stores, failed),
+                **({"failed_recving": failed} if failed else {}),
             ),
         )
 
@@ -144,10 +149,10 @@ class Driver:
 
 @pytest.fixture
 def drive(vllm_config):
-    def drive(extra=None, *, num_blocks=8, scheduler_cls=None, **config_args):
+    def drive(extra=None, *, num_blocks=8, scheduler_cls=None, groups=(["a"],), **config_args):
         config_args = {"enable_prefix_caching": False} | config_args
         config = vllm_config(extra, num_device_blocks=num_blocks, **config_args)
-        return Driver(config, num_blocks, scheduler_cls)
+        return Driver(config, num_blocks, scheduler_cls, groups)
 
     return drive
 
@@ -285,6 +290,31 @@ def test_a_failed_store_is_recomputed(drive, log):
     assert len(second.output_token_ids) == 60
     assert driver.offload.stats.restored == 0
     assert "Storing request second failed" in log.text
+
+
+@pytest.mark.skipif(
+    not FAILED_LOADS_BY_REQUEST,
+    reason="this vLLM takes failed loads by block, and only of models with one KV cache group",
+)
+@pytest.mark.parametrize("groups", [(["a"],), (["a"], ["b"])], ids=["one group", "two groups"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, groups, policy):
+    driver = drive(
+        num_blocks=1 + 7 * len(groups),
+        groups=groups,
+        transfer={"kv_load_failure_policy": policy},
+    )
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.loads_ok = False
+    driver.step_until(second.is_finished)
+    assert driver.offload.stats.restored == 1
+    if policy == "recompute":
+        assert len(second.output_token_ids) == 60
+    else:
+        assert driver.outputs["second"][-1].finish_reason == FinishReason.ERROR
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
 
 
 # ---- a scheduler that never asks ----
