@@ -168,6 +168,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.update_state_after_alloc(request, block_ids, num_external_tokens)
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All KV cache groups: the blocks of a load are the request's own, in each of them."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
         """What the workers have to copy in this step."""
         return self._scheduler.build_connector_meta()

@@ -266,6 +266,12 @@ def test_a_request_goes_to_the_host_and_comes_back(make):
     assert scheduler.scheduler.pool.num_free == 3
 
 
+def test_a_load_restores_every_group(make):
+    made = make(SCHEDULER, kv_cache=kv_cache_config(["a", "b"], ["c"], ["d"]))
+    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    assert made.get_loaded_kv_cache_group_ids(request) == (0, 1, 2)
+
+
 @pytest.mark.parametrize("method", ["request_finished", "request_finished_all_groups"])
 def test_a_finished_request_is_forgotten_and_vllm_may_free_its_blocks(make, method):
     made = make(SCHEDULER)
