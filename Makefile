@@ -55,7 +55,8 @@ stress:
 e2e: $(VLLM_VERSIONS:%=e2e-%)
 
 e2e-%: .venv/vllm-%/.installed
-	$(PART) "with the real vLLM $*" env VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
+	$(PART) "with the real vLLM $*" env OMP_NUM_THREADS=1 \
+		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
 		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
 
 test: check loom stress e2e

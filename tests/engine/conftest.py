@@ -2,6 +2,9 @@ import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before torch is imported, which reads it once. On a busy machine more threads than cores wait
+# for each other, and the tiny models gain nothing from them.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from vllm.config import KVTransferConfig
