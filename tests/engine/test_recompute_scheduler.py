@@ -20,7 +20,6 @@ from preempt_offload import AsyncRecomputeScheduler, RecomputeScheduler, compat
 from preempt_offload.metadata import OffloadWorkerMetadata
 
 WAITING_FOR_LOAD = RequestStatus.WAITING_FOR_REMOTE_KVS
-FAILED_LOADS_BY_REQUEST = hasattr(KVConnectorOutput(), "failed_recving")
 
 
 class Driver:
@@ -100,7 +99,7 @@ class Driver:
             kv_connector_output=KVConnectorOutput(
                 finished_recving=loaded,
                 kv_connector_worker_meta=OffloadWorkerMetadata(stores, failed),
-                **({"failed_recving": failed} if failed else {}),
+                **({"failed_recving": failed} if compat.loads_fail_by_request() else {}),
             ),
         )
 
@@ -292,10 +291,6 @@ def test_a_failed_store_is_recomputed(drive, log):
     assert "Storing request second failed" in log.text
 
 
-@pytest.mark.skipif(
-    not FAILED_LOADS_BY_REQUEST,
-    reason="this vLLM takes failed loads by block, and only of models with one KV cache group",
-)
 @pytest.mark.parametrize("groups", [(["a"],), (["a"], ["b"])], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, groups, policy):
