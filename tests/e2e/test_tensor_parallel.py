@@ -48,7 +48,7 @@ def reports(engine, monkeypatch):
     return reports
 
 
-def test_outputs_equal_those_of_a_run_never_preempted(engine, undisturbed, record, reports):
+def test_outputs_of_two_workers_equal_those_of_one(engine, undisturbed, record, reports):
     outcome = engine.run(CROWD)
     record(outcome, CROWD)
     assert outcome.tokens == undisturbed(CROWD)
