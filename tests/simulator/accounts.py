@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from preempt_offload import compat
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -59,8 +61,8 @@ def check_host(offload: OffloadScheduler, live: set[str], *, share: bool) -> Non
 def check_nothing_left(scheduler: Scheduler, offload: OffloadScheduler) -> None:
     """No state survives its request."""
     assert not scheduler.requests
-    for queue in (scheduler.running, scheduler.waiting, scheduler.skipped_waiting):
-        assert not queue
+    assert not scheduler.running
+    assert not any(compat.waiting_queues(scheduler))
     assert offload.pool.num_free + offload.pool.num_evictable == offload.pool.capacity
     left = {
         name: value

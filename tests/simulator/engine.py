@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -31,7 +32,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -100,7 +100,7 @@ class Simulation:
         config = _vllm_config(setup)
         # The scheduler asks for it; the workers here run on anything.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(setup.second_runner))
-        cache_config = _kv_cache_config(setup)
+        cache_config = _kv_cache_config(setup, config)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache_config, config)
         self.scheduler = RecomputeScheduler(
             vllm_config=config,
@@ -444,7 +444,8 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     scheduler.long_prefill_token_threshold = setup.long_prefill
     config.cache_config = cache = copy.copy(config.cache_config)
     cache.block_size = min(_spec(group, setup).block_size for group in setup.groups)
-    cache.num_gpu_blocks = setup.num_blocks
+    cache.num_gpu_blocks = cache.num_gpu_blocks_override = setup.num_blocks
+    cache.kv_cache_layout = "LBNHC"
     cache.enable_prefix_caching = setup.prefix_caching
     cache.mamba_cache_mode = setup.state_mode
     config.parallel_config = parallel = copy.copy(config.parallel_config)
@@ -467,19 +468,12 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     return config
 
 
-def _kv_cache_config(setup: Setup) -> KVCacheConfig:
-    names = [f"layer.{i}" for i in range(len(setup.groups))]
-    shares = [names] if setup.overlaid else [[name] for name in names]
-    return KVCacheConfig(
-        num_blocks=setup.num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(setup.num_blocks * setup.page_bytes, shared) for shared in shares
-        ],
-        kv_cache_groups=[
-            KVCacheGroupSpec([name], _spec(group, setup))
-            for name, group in zip(names, setup.groups, strict=True)
-        ],
-    )
+def _kv_cache_config(setup: Setup, config: VllmConfig) -> KVCacheConfig:
+    groups = [
+        KVCacheGroupSpec(names, _spec(group, setup))
+        for names, group in zip(setup.layer_names, setup.groups, strict=True)
+    ]
+    return get_kv_cache_config_from_groups(config, groups, available_memory=0)
 
 
 def _spec(group: Group, setup: Setup) -> KVCacheSpec:

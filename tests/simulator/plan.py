@@ -18,11 +18,13 @@ class Group:
         kind: What its layers are.
         block_tokens: Tokens per block.
         reach: Tokens of the sliding window, or of a chunk of chunked local attention.
+        layers: Its layers. The first layers of all groups share a storage, and so on.
     """
 
     kind: Kind
     block_tokens: int
     reach: int = 0
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,6 @@ class Setup:
 
     Attributes:
         groups: Its KV cache groups.
-        overlaid: Whether the groups share one storage, each block belonging to one of them.
         num_blocks: Device blocks, null block included.
         host_ratio: Host blocks per device block.
         share: Whether full blocks are shared between preserved requests.
@@ -46,13 +47,13 @@ class Setup:
         lookahead: Whether drafts have KV of their own, as with EAGLE or a draft model.
         state_mode: vLLM's cache mode of state groups: none, align or all.
         second_runner: Whether the workers call as vLLM's second model runner does.
+        loads_last: Whether loads begin after the forward, as in newer vLLM, or before it.
         consumer: Whether this is a decode node, which returns what it cannot preserve.
         delay: The most steps that a copy takes.
         failures: Copies out of a thousand that fail.
     """
 
     groups: tuple[Group, ...] = (Group("full", 4),)
-    overlaid: bool = True
     num_blocks: int = 16
     host_ratio: float = 1.0
     share: bool = False
@@ -67,14 +68,23 @@ class Setup:
     lookahead: bool = False
     state_mode: Literal["none", "align", "all"] = "none"
     second_runner: bool = False
+    loads_last: bool = False
     consumer: bool = False
     delay: int = 2
     failures: int = 0
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block in every group: a tag, or several, for each of its tokens."""
+        """Bytes of a layer's block in every group: one or more tags for each of its tokens."""
         return 8 * max(group.block_tokens for group in self.groups)
+
+    @property
+    def layer_names(self) -> list[list[str]]:
+        """The names of the layers of each group."""
+        return [
+            [f"group.{i}.layer.{layer}" for layer in range(group.layers)]
+            for i, group in enumerate(self.groups)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +184,7 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
     prefix_caching = rng.random() < 0.5
     drafts = rng.choice((0, 0, 0, 1, 3))
     groups = _random_groups(rng)
-    if prefix_caching and len(set(groups)) == 1:
+    if prefix_caching and len({(group.kind, group.reach) for group in groups}) == 1:
         # vLLM's prefix cache takes several groups only if they differ.
         groups = groups[:1]
     states = any(group.kind == "state" for group in groups)
@@ -185,7 +195,6 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         drafts = 0
     return Setup(
         groups=groups,
-        overlaid=rng.random() < 0.5,
         # At least what the longest request needs, and the null block.
         num_blocks=1
         + len(groups) * -(-(longest + 2 * drafts) // BLOCK_TOKENS)
@@ -205,6 +214,7 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         if states
         else "none",
         second_runner=rng.random() < 0.3,
+        loads_last=rng.random() < 0.5,
         consumer=rng.random() < 0.2,
         delay=rng.choice((0, 1, 3, 6)),
         failures=rng.choice((0, 0, 0, 30, 150)),
@@ -221,7 +231,7 @@ def _random_group(rng: random.Random, kind: Kind) -> Group:
     # Windows may begin anywhere; chunks, as in real models, where a block begins.
     reaches: dict[str, tuple[int, ...]] = {"window": (3, 7, 8, 12, 20), "chunked": (8, 12, 20)}
     reach = rng.choice(reaches.get(kind, (0,)))
-    return Group(kind, BLOCK_TOKENS, reach)
+    return Group(kind, BLOCK_TOKENS, reach, layers=rng.choice((1, 1, 2)))
 
 
 def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
+from preempt_offload import compat
+
 from .language import GARBAGE
 from .late import LateDevice
 from .plan import MAX_LENGTH, VOCABULARY
@@ -55,14 +57,14 @@ class _Row:
 
 
 class _Cache:
-    """The KV cache of one group: a tag for each slot of each block.
+    """The KV cache of one layer: a tag for each slot of each block.
 
     Args:
         index: The group's place among the groups.
-        group: The group.
+        group: The layer's group.
         pages: The storage, bytes of shape (blocks, bytes of a page).
         setup: The engine.
-        mark: What the tags of this rank and group differ by.
+        mark: What the tags of this rank, group and layer differ by.
     """
 
     def __init__(
@@ -189,18 +191,18 @@ class Worker:
         self._sentences = sentences
         self._seed = seed
         self.rows: dict[str, _Row] = {}
-        storages = [
+        self._storages = [
             np.zeros((setup.num_blocks, setup.page_bytes), np.uint8)
-            for _ in (setup.groups[:1] if setup.overlaid else setup.groups)
+            for _ in range(max(group.layers for group in setup.groups))
         ]
-        self._storages = storages
         self._caches = [
-            _Cache(i, group, storages[i % len(storages)], setup, mark=rank * 16 + i)
+            _Cache(i, group, pages, setup, mark=(rank * 16 + i) * 16 + layer)
             for i, group in enumerate(setup.groups)
+            for layer, pages in enumerate(self._storages[: group.layers])
         ]
-        connector.register_kv_caches(
-            {f"layer.{i}": cache.tensor for i, cache in enumerate(self._caches)}
-        )
+        names = [name for names in setup.layer_names for name in names]
+        tensors = [cache.tensor for cache in self._caches]
+        connector.register_kv_caches(dict(zip(names, tensors, strict=True)))
         worker = connector.worker
         assert worker is not None
         worker._device = LateDevice(
@@ -222,18 +224,23 @@ class Worker:
             connector.handle_preemptions(metadata)
             self._update_rows(output)
         connector.bind_connector_metadata(metadata)
-        connector.start_load_kv(None)
+        if not self._setup.loads_last:
+            connector.start_load_kv(None)
         sampled = [
             self._forward(request_id, count, output)
             for request_id, count in output.num_scheduled_tokens.items()
         ]
-        sent, received = connector.get_finished(output.finished_req_ids)
-        report = KVConnectorOutput(
-            finished_sending=sent,
-            finished_recving=received,
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=connector.build_connector_worker_meta(),
-        )
+        if self._setup.loads_last:
+            connector.start_load_kv(None)
+        report = KVConnectorOutput()
+        if compat.loads_fail_by_request():
+            results = connector.get_transfer_results(output.finished_req_ids)
+            report.finished_recving = results.finished_recving
+            report.failed_recving = results.failed_recving
+        else:
+            _, report.finished_recving = connector.get_finished(output.finished_req_ids)
+        report.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        report.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(

@@ -1,0 +1,139 @@
+"""Puts each of the listed faults into a copy of the package and runs the simulator on it.
+
+``python -m simulator.mutate [part of a name ...]`` prints a table of what was caught, and
+how; it fails if more than two of fifty faults are not. That the unchanged package passes is
+for the simulator's own test to show.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .mutations import MUTATIONS, Mutation
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+ROOT = Path(__file__).parents[2]
+WORK = ROOT / "target" / "mutations"
+# A fault that is not noticed in so many steps, or seconds, is not caught.
+STEPS, SECONDS = 200_000, 600
+
+
+def main(parts: list[str]) -> int:
+    """Applies the faults whose names have one of ``parts``, or all."""
+    chosen = [m for m in MUTATIONS if not parts or any(part in m.name for part in parts)]
+    sources = _copy_sources()
+    _build(sources)
+    missed = 0
+    print(f"| {'fault':60} | {'file':22} | caught |\n|{'-' * 62}|{'-' * 24}|---|")
+    for mutation in chosen:
+        caught = _try(mutation, sources)
+        missed += caught is None
+        file = Path(mutation.file).name
+        print(f"| {mutation.name:60} | {file:22} | {caught or 'NOT CAUGHT'} |", flush=True)
+    print(f"\n{len(chosen) - missed} of {len(chosen)} caught")
+    return int(missed * 50 > 2 * len(chosen))
+
+
+def _copy_sources() -> Path:
+    sources = WORK / "sources"
+    shutil.rmtree(sources, ignore_errors=True)
+    sources.mkdir(parents=True)
+    for name in ("Cargo.toml", "Cargo.lock", "README.md"):
+        shutil.copy2(ROOT / name, sources)
+    for name in ("rust", "python", "benches"):
+        # With their times, or cargo would build everything anew.
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("*.so"))
+    return sources
+
+
+def _build(sources: Path) -> None:
+    environment = os.environ | {
+        "CARGO_TARGET_DIR": str(WORK / "build"),
+        "PYO3_PYTHON": sys.executable,
+        "CARGO_PROFILE_DEV_OPT_LEVEL": "1",
+    }
+    command = ["cargo", "build", "-q", "--lib", "--features", "extension-module"]
+    subprocess.run(command, cwd=sources, env=environment, check=True)
+    library = WORK / "build" / "debug" / "libpreempt_offload.so"
+    target = sources / "python" / "preempt_offload" / "_core.abi3.so"
+    target.unlink(missing_ok=True)
+    shutil.copy2(library, target)
+
+
+def _try(mutation: Mutation, sources: Path) -> str | None:
+    path = sources / mutation.file
+    text = path.read_text()
+    if text.count(mutation.right) != 1:
+        raise SystemExit(f"{mutation.name!r} fits {text.count(mutation.right)} places, not one")
+    rust = mutation.file.startswith("rust/")
+    path.write_text(text.replace(mutation.right, mutation.wrong))
+    try:
+        if rust:
+            _build(sources)
+        return _run(sources)
+    finally:
+        path.write_text(text)
+        if rust:
+            _build(sources)
+
+
+def _run(sources: Path) -> str | None:
+    """How the simulator fails on the package in ``sources``, or ``None``."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    # By a fork, so that vLLM, which takes many seconds to import, is imported once.
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_simulate, args=(sources / "python", there))
+    process.start()
+    there.close()
+    if not here.poll(SECONDS):
+        process.kill()
+        caught: str | None = "hangs"
+    else:
+        try:
+            caught = here.recv()
+        except EOFError:
+            caught = "crashes"
+    process.join()
+    return caught
+
+
+def _simulate(package: Path, result: Connection) -> None:
+    sys.path.insert(0, str(package))
+    import logging
+
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    from .engine import simulate
+    from .plan import random_plan
+
+    steps = seed = 0
+    start = time.monotonic()
+    # Well before the parent would call it a hang.
+    while steps < STEPS and time.monotonic() - start < SECONDS / 2:
+        try:
+            steps += simulate(random_plan(seed))["steps"]
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1].name
+            text = (str(error).splitlines() or [""])[0][:70].replace("|", "/")
+            result.send(f"seed {seed}, {steps:,} steps: {type(error).__name__} in {where}: {text}")
+            return
+        seed += 1
+    result.send(None)
+
+
+if __name__ == "__main__":
+    import vllm.engine.arg_utils
+    import vllm.v1.core.sched.async_scheduler
+    import vllm.v1.engine  # noqa: F401
+
+    assert "preempt_offload" not in sys.modules
+    sys.exit(main(sys.argv[1:]))
