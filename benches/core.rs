@@ -225,7 +225,7 @@ fn layout(device: u64, host: u64, blocks: u32, bytes: u64) -> BlockLayout {
     };
     let segments: Vec<_> = (0..LAYERS).map(segment).collect();
     let region = |start| [Region { start, len: LAYERS * layer_bytes }];
-    BlockLayout::new(blocks, blocks, &segments, &region(device), &region(host)).unwrap()
+    BlockLayout::new(blocks, blocks, 1, &segments, &region(device), &region(host)).unwrap()
 }
 
 /// Descriptors of 1,024 pairs in 32 layers.

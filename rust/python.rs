@@ -327,6 +327,7 @@ impl BlockLayout {
     fn new(
         num_device_blocks: u32,
         num_host_blocks: u32,
+        num_groups: usize,
         segments: Vec<(u32, u64, u64, u64, u64)>,
         device_regions: Vec<(u64, u64)>,
         host_regions: Vec<(u64, u64)>,
@@ -344,6 +345,7 @@ impl BlockLayout {
         let layout = transfer::BlockLayout::new(
             num_device_blocks,
             num_host_blocks,
+            num_groups,
             &segments,
             &regions(device_regions),
             &regions(host_regions),

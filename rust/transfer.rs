@@ -71,7 +71,7 @@ pub enum TransferError {
         /// Bytes from block to block.
         stride: u64,
     },
-    /// A pair names a group without segments.
+    /// A segment or a pair names a group that the layout does not have.
     #[error("KV cache group {group} is not in this layout, whose groups are 0..{groups}")]
     UnknownGroup {
         /// The offending group.
@@ -154,24 +154,28 @@ impl BlockLayout {
     /// A layout of device blocks `0..num_device_blocks` (0 is the null block) and host
     /// blocks `1..=num_host_blocks`, with every segment inside the given regions.
     ///
+    /// A group may have no segments: on a pipeline stage without layers of it, its blocks
+    /// hold nothing to copy.
+    ///
     /// # Errors
     /// [`TransferError::OutOfRegion`], [`TransferError::BadSegment`],
-    /// [`TransferError::UnknownGroup`] beyond [`MAX_GROUPS`].
+    /// [`TransferError::UnknownGroup`] for segments of groups beyond `num_groups` or
+    /// [`MAX_GROUPS`].
     pub fn new(
         num_device_blocks: u32,
         num_host_blocks: u32,
+        num_groups: usize,
         segments: &[Segment],
         device: &[Region],
         host: &[Region],
     ) -> Result<Self, TransferError> {
-        let groups = segments.iter().map(|s| s.group as usize + 1).max().unwrap_or(0);
-        if groups > MAX_GROUPS {
-            let group = (groups - 1) as u32;
-            return Err(TransferError::UnknownGroup { group, groups: MAX_GROUPS });
-        }
+        let groups = num_groups.min(MAX_GROUPS);
         let mut by_group = vec![Vec::new(); groups];
         for (i, segment) in segments.iter().enumerate() {
-            let Segment { stride, bytes, .. } = *segment;
+            let Segment { group, stride, bytes, .. } = *segment;
+            if group as usize >= groups {
+                return Err(TransferError::UnknownGroup { group, groups });
+            }
             let bad = TransferError::BadSegment { segment: i, bytes, stride };
             if bytes == 0 || stride < bytes {
                 return Err(bad);
@@ -191,7 +195,7 @@ impl BlockLayout {
                     return Err(TransferError::OutOfRegion { segment: i, side, start, end });
                 }
             }
-            by_group[segment.group as usize].push(*segment);
+            by_group[group as usize].push(*segment);
         }
         Ok(Self { num_device_blocks, num_host_blocks, segments: by_group })
     }
@@ -234,8 +238,8 @@ impl BlockLayout {
 
     fn check(&self, direction: Direction, pairs: &[BlockPair]) -> Result<(), TransferError> {
         for pair in pairs {
-            if self.segments.get(pair.group as usize).is_none_or(Vec::is_empty) {
-                let groups = self.segments.len();
+            let groups = self.segments.len();
+            if pair.group as usize >= groups {
                 return Err(TransferError::UnknownGroup { group: pair.group, groups });
             }
             if pair.device == 0 || pair.device >= self.num_device_blocks {
@@ -279,7 +283,7 @@ mod tests {
     }
 
     fn layout(segments: &[Segment]) -> BlockLayout {
-        BlockLayout::new(100, 50, segments, &EVERYWHERE, &EVERYWHERE).unwrap()
+        BlockLayout::new(100, 50, 3, segments, &EVERYWHERE, &EVERYWHERE).unwrap()
     }
 
     fn pairs(group: u32, ids: &[(u32, u32)]) -> Vec<BlockPair> {
@@ -396,6 +400,14 @@ mod tests {
     }
 
     #[test]
+    fn a_group_without_segments_has_nothing_to_copy() {
+        let layout = layout(&[segment(0, DEVICE, 64, 64, HOST), segment(2, 0, 8, 8, 0)]);
+        assert_eq!(copies(&layout, &pairs(1, &[(1, 1), (2, 2)])), []);
+        let with_others = [pairs(1, &[(1, 1)]), pairs(0, &[(2, 2)])].concat();
+        assert_eq!(copies(&layout, &with_others), [(DEVICE + 128, HOST + 64, 64)]);
+    }
+
+    #[test]
     fn every_wrong_pair_is_an_error() {
         let layout = layout(&[segment(0, DEVICE, 64, 64, HOST), segment(2, 0, 8, 8, 0)]);
         let errors = |pairs: &[BlockPair]| {
@@ -405,7 +417,6 @@ mod tests {
         let good = pairs(0, &[(1, 1), (99, 50)]);
         assert!(layout.descriptors(Direction::DeviceToHost, &good).is_ok());
         for (group, device, host, error) in [
-            (1, 1, 2, TransferError::UnknownGroup { group: 1, groups: 3 }),
             (3, 1, 2, TransferError::UnknownGroup { group: 3, groups: 3 }),
             (0, 0, 2, TransferError::DeviceBlock { id: 0, last: 99 }),
             (0, 100, 2, TransferError::DeviceBlock { id: 100, last: 99 }),
@@ -456,7 +467,7 @@ mod tests {
         let new = |device: Region, host: Region| {
             let elsewhere = Region { start: 1 << 40, len: 1 << 20 };
             let segments = [segment(0, 1000, 100, 60, 5000)];
-            BlockLayout::new(4, 5, &segments, &[elsewhere, device], &[elsewhere, host])
+            BlockLayout::new(4, 5, 1, &segments, &[elsewhere, device], &[elsewhere, host])
         };
         let device = Region { start: 1000, len: 360 };
         let host = Region { start: 5000, len: 300 };
@@ -482,13 +493,16 @@ mod tests {
 
     #[test]
     fn there_are_only_so_many_groups() {
-        let new = |group| {
+        let new = |num_groups, group| {
             let segments = [segment(group, 0, 64, 64, 0)];
-            BlockLayout::new(100, 50, &segments, &EVERYWHERE, &EVERYWHERE).map(|_| ())
+            BlockLayout::new(100, 50, num_groups, &segments, &EVERYWHERE, &EVERYWHERE).map(|_| ())
         };
-        assert_eq!(new(MAX_GROUPS as u32 - 1), Ok(()));
+        assert_eq!(new(2, 1), Ok(()));
+        assert_eq!(new(2, 2), Err(TransferError::UnknownGroup { group: 2, groups: 2 }));
+        assert_eq!(new(usize::MAX, MAX_GROUPS as u32 - 1), Ok(()));
         for group in [MAX_GROUPS as u32, u32::MAX] {
-            assert_eq!(new(group), Err(TransferError::UnknownGroup { group, groups: MAX_GROUPS }));
+            let error = TransferError::UnknownGroup { group, groups: MAX_GROUPS };
+            assert_eq!(new(usize::MAX, group), Err(error));
         }
     }
 
@@ -497,7 +511,7 @@ mod tests {
         let good = segment(0, 0, 64, 64, 0);
         let bad = |segment: Segment| {
             let Segment { stride, bytes, .. } = segment;
-            let layout = BlockLayout::new(100, 50, &[good, segment], &EVERYWHERE, &EVERYWHERE);
+            let layout = BlockLayout::new(100, 50, 1, &[good, segment], &EVERYWHERE, &EVERYWHERE);
             let error = TransferError::BadSegment { segment: 1, bytes, stride };
             assert_eq!(layout.unwrap_err(), error);
         };

@@ -136,6 +136,7 @@ class BlockLayout:
         cls,
         num_device_blocks: int,
         num_host_blocks: int,
+        num_groups: int,
         segments: Sequence[tuple[int, int, int, int, int]],
         device_regions: Sequence[tuple[int, int]],
         host_regions: Sequence[tuple[int, int]],
@@ -145,6 +146,7 @@ class BlockLayout:
         Args:
             num_device_blocks: Blocks of the cache, null block included.
             num_host_blocks: Blocks of the pool.
+            num_groups: KV cache groups. One without segments has nothing to copy.
             segments: ``(group, address of device block 0, stride, bytes, address of host
                 block 1)``, in bytes, for each contiguous part of a group's blocks.
             device_regions: ``(address, bytes)`` of the memory behind the KV caches.

@@ -92,9 +92,23 @@ def check_version(version: str) -> None:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of one KV block on one rank, all its layers together."""
-    total = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    return int(total // kv_cache_config.num_blocks)
+    """Bytes of device memory behind one KV block of one rank, all its layers together.
+
+    A host block is budgeted with as many, so the scheduler and the workers come to the same
+    number of host blocks without the tensors, which only the workers have, and without the
+    specs of single layers, which the scheduler's config lacks. Memory that groups overlay
+    counts once. The worker allocates :attr:`CacheLayout.block_bytes` for each, never more
+    than this, and less where vLLM pads pages or leaves bytes of a block to no layer.
+
+    Pipeline stages with different numbers of layers have blocks of different sizes, of
+    which the scheduler knows the first stage's.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    # A tensor is an allocation of its own, or the place of some layers in one that all such
+    # tensors share; only then it has a block stride, and the size is that of the whole.
+    shared = [tensor.size for tensor in tensors if getattr(tensor, "block_stride", 0)]
+    own = [tensor.size for tensor in tensors if not getattr(tensor, "block_stride", 0)]
+    return int((sum(own) + max(shared, default=0)) // kv_cache_config.num_blocks)
 
 
 def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> list[int]:

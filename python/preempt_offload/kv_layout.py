@@ -1,26 +1,32 @@
 """Registered KV caches to the byte layout of a block.
 
-A block of a KV cache group consists of segments: ``bytes`` contiguous bytes at
-``address + block * stride``, one or two per layer. They are computed from the tensors'
-shapes and strides and checked against the page size that the KV cache config promises;
-what does not add up is an error, never a guess.
+A block of a KV cache group consists of segments: ``size`` contiguous bytes at
+``address + block * stride``. They follow from the shapes and strides of the tensors that
+vLLM registers, and have to add up to the page size that the KV cache config promises;
+what does not is an error, never a guess.
+
+Groups may overlay each other in device memory, because a block belongs to one group at a
+time. The same goes for host blocks, so one takes no more than the largest group needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from preempt_offload._core import BlockLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-# A host segment starts on a cache line of its own.
-_ALIGNMENT = 64
+    # What vLLM registers for a layer: a tensor, or several where K and V or the states of a
+    # layer are tensors of their own.
+    LayerCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,51 +37,110 @@ class Segment:
     stride: int
     size: int
 
+    def ends_at(self, other: Segment) -> bool:
+        """Whether ``other`` goes on where this one ends, in the same block."""
+        together = self.stride == other.stride and self.address + self.size == other.address
+        return together and self.size + other.size <= self.stride
+
+    def overlaps(self, other: Segment, num_blocks: int) -> bool:
+        """Whether blocks of the two, among the first ``num_blocks``, may share bytes."""
+        low, high = sorted((self, other), key=lambda segment: segment.address)
+        if low.address + (num_blocks - 1) * low.stride + low.size <= high.address:
+            return False
+        if low.stride != high.stride or num_blocks == 1:
+            return True
+        gap = (high.address - low.address) % low.stride
+        return gap < low.size or gap + high.size > low.stride
+
+
+def parts_of(cache: LayerCache) -> Sequence[torch.Tensor]:
+    """The tensors of a layer's KV cache."""
+    return cache if isinstance(cache, tuple | list) else (cache,)
+
 
 def segments_of(
-    layer: str, tensor: torch.Tensor, *, num_blocks: int, page_bytes: int
+    layer: str, cache: LayerCache, spec: KVCacheSpec, *, num_blocks: int
 ) -> list[Segment]:
     """The segments of one layer's KV cache.
 
     Args:
         layer: Its name, for errors.
-        tensor: Blocks first, or K and V first and blocks second. The blocks' dimension
-            may be a multiple of ``num_blocks`` where a kernel uses smaller blocks.
+        cache: Tensors of which each has the blocks in its first dimension, or K and V in
+            the first and the blocks in the second. The blocks' dimension may be a multiple
+            of ``num_blocks`` where a kernel uses smaller blocks.
+        spec: What the KV cache config says of the layer. If it pads the pages, the padding
+            belongs to no segment: nothing reads it.
         num_blocks: Scheduler blocks in the cache.
-        page_bytes: Bytes of one block of this layer, as the KV cache config has it.
 
     Raises:
-        ValueError: The tensor does not consist of such blocks.
+        ValueError: The tensors do not consist of such pages, or could in two ways.
     """
-    shape, strides, item = tuple(tensor.shape), tensor.stride(), tensor.element_size()
-    for parts, block_dim in ((1, 0), (2, 1)):
-        if len(shape) <= block_dim or shape[block_dim] % num_blocks:
-            continue
-        if parts == 2 and shape[0] != 2:
-            continue
-        inner = shape[block_dim + 1 :]
-        per_block = shape[block_dim] // num_blocks
-        size = per_block * item
-        for extent in inner:
-            size *= extent
-        dims = zip((per_block, *inner), strides[block_dim:], strict=True)
-        dense = _span([(extent, stride * item) for extent, stride in dims], item) == size
-        if size * parts == page_bytes and dense:
-            stride = strides[block_dim] * item * per_block
-            first = tensor.data_ptr()
-            return [
-                Segment(first + part * strides[0] * item * (parts - 1), stride, size)
-                for part in range(parts)
-            ]
-    raise ValueError(
-        f"KV cache of layer {layer!r} does not add up: shape {shape}, strides {strides} of "
-        f"{tensor.dtype} is not {num_blocks} blocks of contiguous {page_bytes}-byte pages"
-    )
+    page_bytes, unpadded_bytes = spec.page_size_bytes, _unpadded_bytes(spec)
+    found = set()
+    for reading in itertools.product(*(_readings(part, num_blocks) for part in parts_of(cache))):
+        segments = _merged(itertools.chain(*reading))
+        adds_up = sum(segment.size for segment in segments) in (page_bytes, unpadded_bytes)
+        if adds_up and not _overlapping(segments, num_blocks):
+            found.add(tuple(segments))
+    if len(found) != 1:
+        tensors = ", ".join(
+            f"shape {tuple(part.shape)}, strides {part.stride()} of {part.dtype}"
+            for part in parts_of(cache)
+        )
+        padding = f" ({unpadded_bytes} without padding)" if unpadded_bytes != page_bytes else ""
+        raise ValueError(
+            f"KV cache of layer {layer!r} does not add up: {tensors} is "
+            f"{'in more than one way' if found else 'not'} {num_blocks} blocks of "
+            f"{page_bytes}-byte pages{padding}"
+        )
+    return list(found.pop())
 
 
-def _span(dims: list[tuple[int, int]], item: int) -> int:
-    """Bytes from the first to the last element, for extents and strides in bytes."""
-    return item + sum((extent - 1) * stride for extent, stride in dims)
+def _unpadded_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of a page without the padding that makes it as large as those of other layers."""
+    padding: dict[str, Any] = {
+        field: None for field in ("page_size_padded", "alignment") if hasattr(spec, field)
+    }
+    return int(dataclasses.replace(spec, **padding).page_size_bytes)
+
+
+def _readings(tensor: torch.Tensor, num_blocks: int) -> Iterator[list[Segment]]:
+    """A block of ``tensor`` for each dimension that the blocks may be in."""
+    item = tensor.element_size()
+    for block_dim in range(min(tensor.dim(), 2)):
+        dims = [(n, step * item) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        extent, step = dims.pop(block_dim)
+        if extent % num_blocks or (block_dim == 1 and tensor.shape[0] != 2):
+            continue
+        dims.append((extent // num_blocks, step))
+        # From the innermost dimension outwards: as long as there are no gaps, it is one run.
+        starts, size = [tensor.data_ptr()], item
+        for n, inner_step in sorted(dims, key=lambda dim: dim[1]):
+            if inner_step == size:
+                size *= n
+            elif n != 1:
+                starts = [start + i * inner_step for start in starts for i in range(n)]
+        yield [Segment(start, step * (extent // num_blocks), size) for start in starts]
+
+
+def _overlapping(segments: Sequence[Segment], num_blocks: int) -> tuple[Segment, Segment] | None:
+    """Two segments whose blocks share bytes, or one twice that does with itself."""
+    for segment in segments:
+        if segment.size > segment.stride and num_blocks > 1:
+            return segment, segment
+    pairs = itertools.combinations(segments, 2)
+    return next((pair for pair in pairs if pair[0].overlaps(pair[1], num_blocks)), None)
+
+
+def _merged(segments: Iterable[Segment]) -> list[Segment]:
+    """The same bytes in as few segments as possible."""
+    merged: list[Segment] = []
+    for segment in sorted(segments, key=lambda segment: (segment.stride, segment.address)):
+        if merged and merged[-1].ends_at(segment):
+            last = merged.pop()
+            segment = dataclasses.replace(last, size=last.size + segment.size)
+        merged.append(segment)
+    return merged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +149,8 @@ class CacheLayout:
 
     Attributes:
         num_blocks: Scheduler blocks in the cache, null block included.
-        groups: Segments of each group. Groups that share memory have equal segments.
+        groups: Segments of each group, the largest first; none where this rank has no
+            layers of it.
         regions: ``(address, bytes)`` of the storages behind the caches.
     """
 
@@ -93,61 +159,72 @@ class CacheLayout:
     regions: list[tuple[int, int]]
 
     @classmethod
-    def of(
-        cls, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
-    ) -> CacheLayout:
+    def of(cls, kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig) -> CacheLayout:
         """The layout of the caches that vLLM registers, by layer name.
 
         Raises:
-            ValueError: A layer is missing, or its cache does not add up.
+            ValueError: A layer is missing, its cache does not add up, or two layers of a
+                group share some of their bytes.
         """
+        num_blocks = kv_cache_config.num_blocks
         groups = []
         regions = {}
         for group in kv_cache_config.kv_cache_groups:
-            segments: dict[Segment, None] = {}
+            # Layers that use another one's cache have the same segments.
+            layer_of: dict[Segment, str] = {}
+            # Layers of a group may have pages of different sizes; then each has its own spec.
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
             for layer in group.layer_names:
                 if layer not in kv_caches:
                     raise ValueError(f"no KV cache was registered for layer {layer!r}")
-                tensor = kv_caches[layer]
-                found = segments_of(
-                    layer,
-                    tensor,
-                    num_blocks=kv_cache_config.num_blocks,
-                    page_bytes=group.kv_cache_spec.page_size_bytes,
-                )
-                segments.update(dict.fromkeys(found))
-                storage = tensor.untyped_storage()
-                regions[storage.data_ptr()] = storage.nbytes()
-            groups.append(list(segments))
-        return cls(kv_cache_config.num_blocks, groups, list(regions.items()))
+                cache, spec = kv_caches[layer], specs.get(layer, group.kv_cache_spec)
+                found = segments_of(layer, cache, spec, num_blocks=num_blocks)
+                layer_of.update(dict.fromkeys(found, layer))
+                for part in parts_of(cache):
+                    storage = part.untyped_storage()
+                    regions[storage.data_ptr()] = storage.nbytes()
+            if pair := _overlapping(list(layer_of), num_blocks):
+                first, second = (f"{layer_of[segment]!r} ({segment})" for segment in pair)
+                raise ValueError(f"KV caches of layers {first} and {second} share bytes")
+            groups.append(sorted(_merged(layer_of), key=lambda segment: -segment.size))
+        return cls(num_blocks, groups, list(regions.items()))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one host block takes: every distinct segment once."""
-        return sum(segment.size for segment in set().union(*map(set, self.groups)))
+        """Bytes that one host block takes: those of a block of the largest group."""
+        return max((sum(segment.size for segment in group) for group in self.groups), default=0)
 
     def host_bytes(self, num_host_blocks: int) -> int:
         """Bytes to allocate for ``num_host_blocks`` host blocks."""
-        return self._host_offsets(num_host_blocks)[1]
+        return self.block_bytes * num_host_blocks
 
     def bind(self, host_address: int, num_host_blocks: int) -> BlockLayout:
-        """The layout together with a host pool at ``host_address``."""
-        offsets, total = self._host_offsets(num_host_blocks)
-        segments = [
-            (group, s.address, s.stride, s.size, host_address + offsets[s])
-            for group, segments in enumerate(self.groups)
-            for s in segments
-        ]
-        return BlockLayout(
-            self.num_blocks, num_host_blocks, segments, self.regions, [(host_address, total)]
-        )
+        """The layout together with a host pool at ``host_address``.
 
-    def _host_offsets(self, num_host_blocks: int) -> tuple[dict[Segment, int], int]:
-        """Where the blocks of each segment begin in the host pool, and its size."""
-        offsets: dict[Segment, int] = {}
-        end = 0
-        for segment in (segment for group in self.groups for segment in group):
-            if segment not in offsets:
-                offsets[segment] = end
-                end += -(-segment.size * num_host_blocks // _ALIGNMENT) * _ALIGNMENT
-        return offsets, end
+        The pool consists of columns, arrays with a part of every host block, so that
+        neighbours on both sides are one long copy. All groups share the columns: one ends
+        wherever a segment of any group does. Where groups have pages of the same sizes, as
+        is usual, a segment is a column; otherwise some are cut in pieces.
+        """
+        ends = [itertools.accumulate(segment.size for segment in group) for group in self.groups]
+        columns = list(itertools.pairwise(sorted({0}.union(*ends))))
+        pieces = []
+        for group, segments in enumerate(self.groups):
+            begin = 0
+            for segment in segments:
+                pieces += [
+                    (
+                        group,
+                        segment.address + start - begin,
+                        segment.stride,
+                        end - start,
+                        host_address + start * num_host_blocks,
+                    )
+                    for start, end in columns
+                    if begin <= start < begin + segment.size
+                ]
+                begin += segment.size
+        host = [(host_address, self.host_bytes(num_host_blocks))]
+        return BlockLayout(
+            self.num_blocks, num_host_blocks, len(self.groups), pieces, self.regions, host
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from preempt_offload.devices import Device, Ended, HostDevice, Transfer, TransferResult
-from preempt_offload.kv_layout import CacheLayout
+from preempt_offload.kv_layout import CacheLayout, parts_of
 from preempt_offload.log import get_logger
 from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.stats import WorkerStats
@@ -13,10 +13,10 @@ from preempt_offload.stats import WorkerStats
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from preempt_offload._core import BlockPairs, Direction
+    from preempt_offload.kv_layout import LayerCache
 
 logger = get_logger(__name__)
 
@@ -53,15 +53,14 @@ class OffloadWorker:
         self._failed_loads: set[str] = set()
         self._unloaded: list[OffloadMetadata] = []
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Takes the KV caches, by layer name, and allocates the host pool for them.
 
         Raises:
             ValueError: A cache's layout does not add up, or is not in host memory.
         """
         for layer, cache in kv_caches.items():
-            # Some backends register a tuple of tensors for each layer.
-            for part in cache if isinstance(cache, tuple | list) else (cache,):
+            for part in parts_of(cache):
                 if part.device.type != "cpu":
                     raise ValueError(
                         f"the KV cache of layer {layer!r} is on {part.device}; this version of "

@@ -1,12 +1,17 @@
 """Stores and loads of real tensors, compared block by block and byte by byte."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from engine_support import (
     BLOCK_SIZE,
+    CASES,
     HEAD_SIZE,
     HEADS,
+    SPEC,
+    STATES,
     kv_cache_config,
     random_,
     storage_bytes,
@@ -14,7 +19,7 @@ from engine_support import (
 
 from preempt_offload._core import AddressError
 from preempt_offload.devices import HostDevice
-from preempt_offload.kv_layout import CacheLayout
+from preempt_offload.kv_layout import CacheLayout, parts_of
 
 N, HOST = 8, 6
 
@@ -138,3 +143,133 @@ def test_a_block_out_of_range_copies_nothing():
     with pytest.raises(AddressError, match=f"host block {HOST + 1} .*1..={HOST}"):
         device.begin("h2d", pairs((0, 1, 1), (0, 2, HOST + 1)))
     assert torch.equal(storage_bytes(cache), before)
+
+
+# ---- everything at once: what vLLM allocates, and what its plug-ins do ----
+
+
+def beside_one_another(num_blocks):
+    """K and V of each layer in storages of their own, with kernel blocks of 4 tokens."""
+    config = kv_cache_config(["a", "b"], ["c"], num_blocks=num_blocks)
+    shape = (4 * num_blocks, BLOCK_SIZE // 4, HEADS, HEAD_SIZE)
+    caches = {layer: (torch.empty(shape), torch.empty(shape)) for layer in "ab"}
+    return config, caches | {"c": caches["a"]}
+
+
+def arrays_in_one_storage(num_blocks):
+    """Padding, K and V of all blocks, where another group has its two states.
+
+    The second state of a block is where K is, so that no block reaches into another.
+    """
+    half = SPEC.page_size_bytes // 2
+    states = dataclasses.replace(
+        STATES, shapes=((64,), (half,)), dtypes=(torch.int8,) * 2, page_size_padded=2 * half + 64
+    )
+    attention = dataclasses.replace(SPEC, page_size_padded=2 * half + 64)
+    config = kv_cache_config(["a"], ["b"], num_blocks=num_blocks, spec=[attention, states])
+    # Not where the allocator would put it.
+    storage = torch.empty(128 + num_blocks * (2 * half + 64), dtype=torch.int8)[128:]
+    first, second, third = storage.split([num_blocks * 64, num_blocks * half, num_blocks * half])
+    shape = (num_blocks, BLOCK_SIZE, HEADS, HEAD_SIZE)
+    keys, values = (array.view(torch.float32).view(shape) for array in (second, third))
+    return config, {
+        "a": (keys, values),
+        "b": [first.view(num_blocks, 64), second.view(num_blocks, half)],
+    }
+
+
+def keys_and_values_first(num_blocks):
+    """Two layers, of which a third shares the cache of the second."""
+    config = kv_cache_config(["a", "b", "c"], num_blocks=num_blocks)
+    shape = (2, num_blocks, BLOCK_SIZE, HEADS, HEAD_SIZE)
+    caches = {layer: torch.empty(shape) for layer in "ab"}
+    return config, caches | {"c": caches["b"]}
+
+
+def a_stage_without_layers_of_a_group(num_blocks):
+    config = kv_cache_config([], ["a"], num_blocks=num_blocks)
+    return config, {"a": torch.empty(num_blocks, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)}
+
+
+PLUG_INS = [
+    beside_one_another,
+    arrays_in_one_storage,
+    keys_and_values_first,
+    a_stage_without_layers_of_a_group,
+]
+EVERYTHING = CASES + [pytest.param(make, id=make.__name__) for make in PLUG_INS]
+
+
+class Storages:
+    """All the bytes behind some caches, and which of them are those of a block.
+
+    The latter is found by writing to the block through its tensors, by indices alone.
+    """
+
+    def __init__(self, config, caches):
+        self.num_blocks = config.num_blocks
+        self.groups = [
+            [part for layer in group.layer_names for part in parts_of(caches[layer])]
+            for group in config.kv_cache_groups
+        ]
+        parts = [part for group in self.groups for part in group]
+        every = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+        self.storages = [
+            torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for storage in every.values()
+        ]
+
+    def read(self):
+        return np.concatenate(self.storages)
+
+    def write(self, content):
+        for storage in self.storages:
+            storage[:], content = content[: len(storage)], content[len(storage) :]
+
+    def places(self, group, block):
+        """Of the bytes that :meth:`read` returns, those of a block."""
+        before = self.read()
+        self.write(np.zeros_like(before))
+        for part in self.groups[group]:
+            integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[part.element_size()]
+            part = part.view(integers)
+            if part.shape[0] == 2:
+                part[:, block] = -1
+            else:
+                part.unflatten(0, (self.num_blocks, -1))[block] = -1
+        places = np.flatnonzero(self.read())
+        self.write(before)
+        return places
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", EVERYTHING)
+def test_blocks_of_all_groups_come_back_elsewhere_and_no_other_byte_changes(make, seed):
+    rng = np.random.default_rng(seed)
+    config, caches = (make.make if hasattr(make, "make") else make)(N)
+    storages = Storages(config, caches)
+    device = device_for(caches, config)
+
+    def different(last, count):
+        """``count`` different ids of ``1..=last``."""
+        return 1 + rng.permutation(last)[:count]
+
+    for _ in range(5):
+        count = rng.integers(1, HOST + 1)
+        groups = rng.integers(0, len(config.kv_cache_groups), count)
+        host = different(HOST, count)
+        stored = pairs(*zip(groups, different(N - 1, count), host, strict=True))
+        loaded = pairs(*zip(groups, different(N - 1, count), host, strict=True))
+
+        before = rng.integers(0, 256, storages.read().size, np.uint8)
+        storages.write(before)
+        result = device.begin("d2h", stored).poll()
+        places = [storages.places(group, block) for group, block, _ in stored]
+        assert result.num_bytes == sum(map(len, places))
+        assert np.array_equal(storages.read(), before), "a store only reads"
+
+        expected = rng.integers(0, 256, before.size, np.uint8)
+        storages.write(expected)
+        assert device.begin("h2d", loaded).poll().num_bytes == result.num_bytes
+        for (group, block, _), origin in zip(loaded, places, strict=True):
+            expected[storages.places(group, block)] = before[origin]
+        assert np.array_equal(storages.read(), expected)

@@ -16,13 +16,13 @@ def pairs(*rows, dtype=np.uint32):
     return np.array(rows, dtype).reshape(-1, 3)
 
 
-def layout_of(*segments, device_blocks=10, host_blocks=5):
-    return BlockLayout(device_blocks, host_blocks, segments, EVERYWHERE, EVERYWHERE)
+def layout_of(*segments, device_blocks=10, host_blocks=5, groups=3):
+    return BlockLayout(device_blocks, host_blocks, groups, segments, EVERYWHERE, EVERYWHERE)
 
 
 @pytest.fixture
 def layout():
-    """Group 0 has 100 bytes per block; group 1 has two segments that do not touch."""
+    """100 bytes per block in group 0, two segments apart in group 1, nothing in group 2."""
     return layout_of(
         (0, DEVICE, 100, 100, HOST),
         (1, DEVICE + 1000, 64, 32, HOST + 500),
@@ -32,6 +32,12 @@ def layout():
 
 def test_bytes_of_a_block_are_those_of_its_segments(layout):
     assert [layout.block_bytes(group) for group in range(3)] == [100, 48, 0]
+
+
+def test_a_group_without_segments_has_nothing_to_copy(layout):
+    for array in layout.descriptors("d2h", pairs((2, 1, 1), (2, 2, 2))):
+        assert (array.dtype, array.shape) == (np.int64, (0,))
+    assert layout.copy("h2d", pairs((2, 1, 1)), 2) == 0
 
 
 def test_descriptors_are_three_equally_long_int64_arrays(layout):
@@ -73,7 +79,7 @@ WRONG_PAIRS = {
     "device block out of range": ("h2d", [(0, 1, 1), (0, 10, 2)], ["device block 10", "1..=9"]),
     "host block 0": ("h2d", [(0, 1, 1), (0, 2, 0)], ["host block 0", "1..=5"]),
     "host block out of range": ("d2h", [(0, 1, 1), (0, 2, 6)], ["host block 6", "1..=5"]),
-    "group out of range": ("d2h", [(0, 1, 1), (2, 2, 2)], ["group 2", "0..2"]),
+    "group out of range": ("d2h", [(0, 1, 1), (3, 2, 2)], ["group 3", "0..3"]),
     "host block stored to twice": ("d2h", [(0, 1, 4), (0, 2, 4)], ["host block 4"]),
     "device block loaded to twice": ("h2d", [(0, 7, 1), (1, 7, 2)], ["device block 7"]),
 }
@@ -85,6 +91,7 @@ def test_wrong_pairs_are_an_error_and_nothing_is_copied(direction, rows, texts):
     layout = BlockLayout(
         10,
         5,
+        3,
         [(g, memory.device.ctypes.data, 8, 8, memory.host.ctypes.data) for g in (0, 1)],
         [(memory.device.ctypes.data, memory.device.nbytes)],
         [(memory.host.ctypes.data, memory.host.nbytes)],
@@ -144,9 +151,9 @@ WRONG_SEGMENTS = {
 )
 def test_a_segment_outside_its_region_is_refused(segment, text, addresses):
     regions = [(100, 100)], [(500, 50)]
-    assert BlockLayout(10, 5, [(0, 100, 10, 10, 500)], *regions).block_bytes(0) == 10
+    assert BlockLayout(10, 5, 1, [(0, 100, 10, 10, 500)], *regions).block_bytes(0) == 10
     with pytest.raises(AddressError, match=text) as caught:
-        BlockLayout(10, 5, [segment], *regions)
+        BlockLayout(10, 5, 1, [segment], *regions)
     for address in addresses:
         assert hex(address) in str(caught.value)
 
@@ -156,10 +163,17 @@ def test_a_segment_may_not_span_two_regions():
         BlockLayout(
             10,
             5,
+            1,
             [(0, 100, 10, 5, 500), (0, 150, 10, 5, 525)],
             [(100, 100), (200, 100)],
             [(500, 50)],
         )
+
+
+@pytest.mark.parametrize("group", [2, 2**16, 2**32 - 1])
+def test_a_segment_of_a_group_that_the_layout_does_not_have_is_refused(group):
+    with pytest.raises(AddressError, match=rf"group {group} is not .* 0\.\.2"):
+        layout_of((group, DEVICE, 100, 100, HOST), groups=2)
 
 
 @pytest.mark.parametrize("stride", [48, 64])

@@ -118,10 +118,20 @@ def test_under_vllm_ascend_the_advice_is_its_own_switch_in_both_places(monkeypat
     ) in compat.scheduler_advice(config)
 
 
-def test_bytes_of_a_block_are_those_of_all_tensors():
-    tensors = [SimpleNamespace(size=1000), SimpleNamespace(size=600)]
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([{"size": 1000}, {"size": 600}], 160),
+        ([{"size": 1000, "block_stride": 0}, {"size": 600, "block_stride": 0}], 160),
+        ([{"size": 1000, "block_stride": 40}, {"size": 1000, "block_stride": 60}], 100),
+        ([{"size": 1000, "block_stride": 100}, {"size": 500, "block_stride": 0}], 150),
+    ],
+    ids=["an allocation each", "unpacked", "places in one allocation", "both"],
+)
+def test_bytes_of_a_block_count_every_allocation_once(tensors, expected):
+    tensors = [SimpleNamespace(**tensor) for tensor in tensors]
     config = SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10)
-    assert compat.block_bytes(config) == 160
+    assert compat.block_bytes(config) == expected
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ class Memory:
         self.layout = BlockLayout(
             device_blocks,
             host_blocks,
+            1,
             [(0, device, stride, size, host)],
             [(device, self.device.nbytes)],
             [(host, self.host.nbytes)],
