@@ -222,6 +222,7 @@ fn layout(device: u64, host: u64, blocks: u32, bytes: u64) -> BlockLayout {
         stride: bytes,
         bytes,
         host: host + layer * layer_bytes,
+        host_stride: bytes,
     };
     let segments: Vec<_> = (0..LAYERS).map(segment).collect();
     let region = |start| [Region { start, len: LAYERS * layer_bytes }];

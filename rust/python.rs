@@ -328,18 +328,19 @@ impl BlockLayout {
         num_device_blocks: u32,
         num_host_blocks: u32,
         num_groups: usize,
-        segments: Vec<(u32, u64, u64, u64, u64)>,
+        segments: Vec<(u32, u64, u64, u64, u64, u64)>,
         device_regions: Vec<(u64, u64)>,
         host_regions: Vec<(u64, u64)>,
     ) -> PyResult<Self> {
         let segments: Vec<_> = segments
             .into_iter()
-            .map(|(group, device, stride, bytes, host)| Segment {
+            .map(|(group, device, stride, bytes, host, host_stride)| Segment {
                 group,
                 device,
                 stride,
                 bytes,
                 host,
+                host_stride,
             })
             .collect();
         let layout = transfer::BlockLayout::new(

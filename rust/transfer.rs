@@ -1,9 +1,9 @@
 //! Block pairs to copy descriptors: coalesced, and checked against registered memory.
 //!
 //! A block of a KV cache group consists of *segments*, one or more per layer: block `b`
-//! has `bytes` bytes at `device + b * stride`. On the host, every segment has an array
-//! of its own with its blocks back to back, so that neighbours on both sides are one
-//! long copy. The result has the form of `torch.ops._C_ascend.swap_blocks_batch` and
+//! has `bytes` bytes at `device + b * stride`. The host has arrays with a part of every
+//! block. Where a segment fills its part, and its blocks are back to back on the device too,
+//! neighbours on both sides are one long copy. The result has the form of `torch.ops._C_ascend.swap_blocks_batch` and
 //! vLLM's own batched copies: three arrays of source, destination and size in bytes.
 
 use crate::request_table::BlockPair;
@@ -33,6 +33,8 @@ pub struct Segment {
     pub bytes: u64,
     /// Address of host block 1.
     pub host: u64,
+    /// Bytes from one host block to the next.
+    pub host_stride: u64,
 }
 
 /// A piece of memory that segments may lie in.
@@ -172,25 +174,24 @@ impl BlockLayout {
         let groups = num_groups.min(MAX_GROUPS);
         let mut by_group = vec![Vec::new(); groups];
         for (i, segment) in segments.iter().enumerate() {
-            let Segment { group, stride, bytes, .. } = *segment;
+            let Segment { group, stride, bytes, host_stride, .. } = *segment;
             if group as usize >= groups {
                 return Err(TransferError::UnknownGroup { group, groups });
             }
-            let bad = TransferError::BadSegment { segment: i, bytes, stride };
-            if bytes == 0 || stride < bytes {
-                return Err(bad);
-            }
-            let last = u64::from(num_device_blocks.saturating_sub(1));
-            let device_len = last.checked_mul(stride).and_then(|n| n.checked_add(bytes));
-            let host_len = u64::from(num_host_blocks).checked_mul(bytes);
-            for (side, start, len, regions) in [
-                ("device", segment.device, device_len, device),
-                ("host", segment.host, host_len, host),
+            for (side, start, stride, blocks, regions) in [
+                ("device", segment.device, stride, num_device_blocks, device),
+                ("host", segment.host, host_stride, num_host_blocks, host),
             ] {
-                let end = len
+                let bad = TransferError::BadSegment { segment: i, bytes, stride };
+                if bytes == 0 || stride < bytes {
+                    return Err(bad);
+                }
+                let end = u64::from(blocks.saturating_sub(1))
+                    .checked_mul(stride)
+                    .and_then(|last| last.checked_add(bytes))
                     .and_then(|len| start.checked_add(len))
                     .filter(|&end| i64::try_from(end).is_ok())
-                    .ok_or(bad.clone())?;
+                    .ok_or(bad)?;
                 if !regions.iter().any(|r| r.start <= start && end - r.start <= r.len) {
                     return Err(TransferError::OutOfRegion { segment: i, side, start, end });
                 }
@@ -223,11 +224,12 @@ impl BlockLayout {
             .chunk_by(|a, b| a.group == b.group && a.device + 1 == b.device && a.host + 1 == b.host)
         {
             for segment in &self.segments[run[0].group as usize] {
-                let together = segment.stride == segment.bytes;
+                let together =
+                    segment.stride == segment.bytes && segment.host_stride == segment.bytes;
                 let blocks_per_copy = if together { run.len() } else { 1 };
                 for pair in run.iter().step_by(blocks_per_copy) {
                     let device = segment.device + u64::from(pair.device) * segment.stride;
-                    let host = segment.host + u64::from(pair.host - 1) * segment.bytes;
+                    let host = segment.host + u64::from(pair.host - 1) * segment.host_stride;
                     let size = segment.bytes * blocks_per_copy as u64;
                     descriptors.push(direction, device, host, size);
                 }
@@ -279,7 +281,7 @@ mod tests {
     const EVERYWHERE: [Region; 1] = [Region { start: 0, len: i64::MAX as u64 }];
 
     fn segment(group: u32, device: u64, stride: u64, bytes: u64, host: u64) -> Segment {
-        Segment { group, device, stride, bytes, host }
+        Segment { group, device, stride, bytes, host, host_stride: bytes }
     }
 
     fn layout(segments: &[Segment]) -> BlockLayout {
@@ -378,6 +380,19 @@ mod tests {
         );
         let descriptors = layout.descriptors(Direction::DeviceToHost, &run).unwrap();
         assert_eq!(descriptors.total_bytes(), 2 * 132);
+    }
+
+    #[test]
+    fn with_gaps_between_host_blocks_each_block_is_a_copy() {
+        let layout = layout(&[Segment { host_stride: 1024, ..segment(0, DEVICE, 256, 256, HOST) }]);
+        assert_eq!(
+            copies(&layout, &pairs(0, &[(1, 1), (2, 2), (3, 4)])),
+            [
+                (DEVICE + 256, HOST, 256),
+                (DEVICE + 512, HOST + 1024, 256),
+                (DEVICE + 768, HOST + 3 * 1024, 256)
+            ]
+        );
     }
 
     #[test]
@@ -522,6 +537,10 @@ mod tests {
         bad(segment(0, 0, 64, 64, u64::MAX - 5));
         bad(segment(0, 0, 1 << 62, 1 << 62, 0));
         bad(segment(0, i64::MAX as u64 - 5, 64, 64, 0));
+        let host_blocks_overlap = Segment { host_stride: 63, ..good };
+        let layout = BlockLayout::new(100, 50, 1, &[host_blocks_overlap], &EVERYWHERE, &EVERYWHERE);
+        let error = TransferError::BadSegment { segment: 0, bytes: 64, stride: 63 };
+        assert_eq!(layout.unwrap_err(), error);
         let error = TransferError::BadSegment { segment: 1, bytes: 65, stride: 64 };
         let text = "segment 1: 65 bytes per block with a stride of 64 do not add up";
         assert_eq!(error.to_string(), text);

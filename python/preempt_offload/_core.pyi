@@ -137,7 +137,7 @@ class BlockLayout:
         num_device_blocks: int,
         num_host_blocks: int,
         num_groups: int,
-        segments: Sequence[tuple[int, int, int, int, int]],
+        segments: Sequence[tuple[int, int, int, int, int, int]],
         device_regions: Sequence[tuple[int, int]],
         host_regions: Sequence[tuple[int, int]],
     ) -> BlockLayout:
@@ -148,7 +148,7 @@ class BlockLayout:
             num_host_blocks: Blocks of the pool.
             num_groups: KV cache groups. One without segments has nothing to copy.
             segments: ``(group, address of device block 0, stride, bytes, address of host
-                block 1)``, in bytes, for each contiguous part of a group's blocks.
+                block 1, stride)``, in bytes, for each contiguous part of a group's blocks.
             device_regions: ``(address, bytes)`` of the memory behind the KV caches.
             host_regions: Likewise of the host pool.
         """

@@ -79,7 +79,7 @@ def segments_of(
     found = set()
     for reading in itertools.product(*(_readings(part, num_blocks) for part in parts_of(cache))):
         segments = _merged(itertools.chain(*reading))
-        adds_up = sum(segment.size for segment in segments) in (page_bytes, unpadded_bytes)
+        adds_up = _num_bytes(segments) in (page_bytes, unpadded_bytes)
         if adds_up and not _overlapping(segments, num_blocks):
             found.add(tuple(segments))
     if len(found) != 1:
@@ -121,6 +121,10 @@ def _readings(tensor: torch.Tensor, num_blocks: int) -> Iterator[list[Segment]]:
             elif n != 1:
                 starts = [start + i * inner_step for start in starts for i in range(n)]
         yield [Segment(start, step * (extent // num_blocks), size) for start in starts]
+
+
+def _num_bytes(segments: Iterable[Segment]) -> int:
+    return sum(segment.size for segment in segments)
 
 
 def _overlapping(segments: Sequence[Segment], num_blocks: int) -> tuple[Segment, Segment] | None:
@@ -192,7 +196,7 @@ class CacheLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes that one host block takes: those of a block of the largest group."""
-        return max((sum(segment.size for segment in group) for group in self.groups), default=0)
+        return max(map(_num_bytes, self.groups), default=0)
 
     def host_bytes(self, num_host_blocks: int) -> int:
         """Bytes to allocate for ``num_host_blocks`` host blocks."""
@@ -201,30 +205,31 @@ class CacheLayout:
     def bind(self, host_address: int, num_host_blocks: int) -> BlockLayout:
         """The layout together with a host pool at ``host_address``.
 
-        The pool consists of columns, arrays with a part of every host block, so that
-        neighbours on both sides are one long copy. All groups share the columns: one ends
-        wherever a segment of any group does. Where groups have pages of the same sizes, as
-        is usual, a segment is a column; otherwise some are cut in pieces.
+        The pool consists of columns, one for each segment of the largest group, with that
+        part of every host block. They are arrays, so that neighbours on both sides are one
+        long copy. The other groups' segments fill the same columns one after the other, and
+        are cut where a column ends.
         """
-        ends = [itertools.accumulate(segment.size for segment in group) for group in self.groups]
-        columns = list(itertools.pairwise(sorted({0}.union(*ends))))
+        largest = max(self.groups, key=_num_bytes, default=[])
+        ends = itertools.accumulate((segment.size for segment in largest), initial=0)
+        columns = list(itertools.pairwise(ends))
         pieces = []
         for group, segments in enumerate(self.groups):
-            begin = 0
+            first = 0
             for segment in segments:
-                pieces += [
-                    (
-                        group,
-                        segment.address + start - begin,
-                        segment.stride,
-                        end - start,
-                        host_address + start * num_host_blocks,
-                    )
-                    for start, end in columns
-                    if begin <= start < begin + segment.size
-                ]
-                begin += segment.size
-        host = [(host_address, self.host_bytes(num_host_blocks))]
+                for start, end in columns:
+                    begin, stop = max(start, first), min(end, first + segment.size)
+                    if begin < stop:
+                        device = segment.address + begin - first
+                        host = host_address + start * num_host_blocks + begin - start
+                        piece = (device, segment.stride, stop - begin, host, end - start)
+                        pieces.append((group, *piece))
+                first += segment.size
         return BlockLayout(
-            self.num_blocks, num_host_blocks, len(self.groups), pieces, self.regions, host
+            self.num_blocks,
+            num_host_blocks,
+            len(self.groups),
+            pieces,
+            self.regions,
+            [(host_address, self.host_bytes(num_host_blocks))],
         )

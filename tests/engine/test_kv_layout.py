@@ -325,6 +325,18 @@ def test_layers_of_a_group_that_share_some_bytes_are_an_error(second):
     assert CacheLayout.of(caches, kv_cache_config(["a"], ["b"])).block_bytes == PAGE
 
 
+def test_small_segments_of_one_group_do_not_cut_those_of_another():
+    attention, storage = cache(), torch.empty(N * PAGE, dtype=torch.int8)
+    config = kv_cache_config(["a"], ["b"], spec=[SPEC, STATES])
+    layout = CacheLayout.of({"a": attention, "b": states(storage)}, config)
+    assert layout.block_bytes == PAGE
+    bound = layout.bind(1 << 20, 5)
+    run = torch.tensor([[0, b, b] for b in range(1, 4)]).numpy().astype("uint32")
+    assert bound.descriptors("d2h", run)[2].tolist() == [3 * PAGE]
+    for host in range(1, 6):
+        assert host_ranges(layout, 1, host, 5) == [((host - 1) * PAGE, STATE_BYTES)]
+
+
 def test_a_group_without_layers_on_this_rank_has_nothing_to_copy():
     tensor = cache()
     layout = CacheLayout.of({"a": tensor}, kv_cache_config([], ["a"], []))

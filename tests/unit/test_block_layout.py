@@ -24,9 +24,9 @@ def layout_of(*segments, device_blocks=10, host_blocks=5, groups=3):
 def layout():
     """100 bytes per block in group 0, two segments apart in group 1, nothing in group 2."""
     return layout_of(
-        (0, DEVICE, 100, 100, HOST),
-        (1, DEVICE + 1000, 64, 32, HOST + 500),
-        (1, DEVICE + 1640, 16, 16, HOST + 660),
+        (0, DEVICE, 100, 100, HOST, 100),
+        (1, DEVICE + 1000, 64, 32, HOST + 500, 32),
+        (1, DEVICE + 1640, 16, 16, HOST + 660, 16),
     )
 
 
@@ -92,7 +92,7 @@ def test_wrong_pairs_are_an_error_and_nothing_is_copied(direction, rows, texts):
         10,
         5,
         3,
-        [(g, memory.device.ctypes.data, 8, 8, memory.host.ctypes.data) for g in (0, 1)],
+        [(g, memory.device.ctypes.data, 8, 8, memory.host.ctypes.data, 8) for g in (0, 1)],
         [(memory.device.ctypes.data, memory.device.nbytes)],
         [(memory.host.ctypes.data, memory.host.nbytes)],
     )
@@ -134,15 +134,17 @@ def test_a_direction_that_is_none_is_refused(layout, direction):
 
 # Device blocks 0..=9 of 10 bytes and host blocks 1..=5; the device has 100 bytes, the host 50.
 WRONG_SEGMENTS = {
-    "device starts early": ((0, 99, 10, 10, 500), "segment 0.*device", [0x63]),
-    "device ends late": ((0, 101, 10, 10, 500), "segment 0.*device", [0x65, 0xC9]),
-    "stride leads out": ((0, 100, 11, 10, 500), "segment 0.*device", [0x64]),
-    "host starts early": ((0, 100, 10, 10, 499), "segment 0.*host", [0x1F3]),
-    "host ends late": ((0, 100, 10, 10, 501), "segment 0.*host", [0x227]),
-    "blocks overlap": ((0, 100, 9, 10, 500), "segment 0.*10 bytes.*stride of 9", []),
-    "no bytes": ((0, 100, 10, 0, 500), "segment 0.*0 bytes", []),
-    "addresses overflow": ((0, 2**64 - 8, 10, 10, 500), "segment 0.*do not add up", []),
-    "strides overflow": ((0, 100, 2**63, 10, 500), "segment 0.*do not add up", []),
+    "device starts early": ((0, 99, 10, 10, 500, 10), "segment 0.*device", [0x63]),
+    "device ends late": ((0, 101, 10, 10, 500, 10), "segment 0.*device", [0x65, 0xC9]),
+    "stride leads out": ((0, 100, 11, 10, 500, 10), "segment 0.*device", [0x64]),
+    "host starts early": ((0, 100, 10, 10, 499, 10), "segment 0.*host", [0x1F3]),
+    "host ends late": ((0, 100, 10, 10, 501, 10), "segment 0.*host", [0x227]),
+    "host stride leads out": ((0, 100, 10, 10, 500, 11), "segment 0.*host", [0x1F4, 0x22A]),
+    "blocks overlap": ((0, 100, 9, 10, 500, 10), "segment 0.*10 bytes.*stride of 9", []),
+    "host blocks overlap": ((0, 100, 10, 10, 500, 8), "segment 0.*10 bytes.*stride of 8", []),
+    "no bytes": ((0, 100, 10, 0, 500, 10), "segment 0.*0 bytes", []),
+    "addresses overflow": ((0, 2**64 - 8, 10, 10, 500, 10), "segment 0.*do not add up", []),
+    "strides overflow": ((0, 100, 2**63, 10, 500, 10), "segment 0.*do not add up", []),
 }
 
 
@@ -151,7 +153,7 @@ WRONG_SEGMENTS = {
 )
 def test_a_segment_outside_its_region_is_refused(segment, text, addresses):
     regions = [(100, 100)], [(500, 50)]
-    assert BlockLayout(10, 5, 1, [(0, 100, 10, 10, 500)], *regions).block_bytes(0) == 10
+    assert BlockLayout(10, 5, 1, [(0, 100, 10, 10, 500, 10)], *regions).block_bytes(0) == 10
     with pytest.raises(AddressError, match=text) as caught:
         BlockLayout(10, 5, 1, [segment], *regions)
     for address in addresses:
@@ -164,7 +166,7 @@ def test_a_segment_may_not_span_two_regions():
             10,
             5,
             1,
-            [(0, 100, 10, 5, 500), (0, 150, 10, 5, 525)],
+            [(0, 100, 10, 5, 500, 5), (0, 150, 10, 5, 525, 5)],
             [(100, 100), (200, 100)],
             [(500, 50)],
         )
@@ -173,7 +175,7 @@ def test_a_segment_may_not_span_two_regions():
 @pytest.mark.parametrize("group", [2, 2**16, 2**32 - 1])
 def test_a_segment_of_a_group_that_the_layout_does_not_have_is_refused(group):
     with pytest.raises(AddressError, match=rf"group {group} is not .* 0\.\.2"):
-        layout_of((group, DEVICE, 100, 100, HOST), groups=2)
+        layout_of((group, DEVICE, 100, 100, HOST, 100), groups=2)
 
 
 @pytest.mark.parametrize("stride", [48, 64])

@@ -152,7 +152,7 @@ class Memory:
             device_blocks,
             host_blocks,
             1,
-            [(0, device, stride, size, host)],
+            [(0, device, stride, size, host, size)],
             [(device, self.device.nbytes)],
             [(host, self.host.nbytes)],
         )
