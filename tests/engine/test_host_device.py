@@ -16,6 +16,7 @@ from engine_support import (
     random_,
     storage_bytes,
 )
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from preempt_offload._core import AddressError
 from preempt_offload.devices import HostDevice
@@ -191,7 +192,21 @@ def a_stage_without_layers_of_a_group(num_blocks):
     return config, {"a": torch.empty(num_blocks, 2, BLOCK_SIZE, HEADS, HEAD_SIZE)}
 
 
+def a_page_as_large_as_two(num_blocks):
+    """Groups whose segments do not end at the same places of a host block."""
+    wide = dataclasses.replace(SPEC, num_kv_heads=2 * HEADS)
+    groups = [{"a": SPEC, "b": SPEC}, {"c": wide}]
+    specs = [UniformTypeKVCacheSpecs(BLOCK_SIZE, kv_cache_specs=group) for group in groups]
+    config = kv_cache_config(*groups, num_blocks=num_blocks, spec=specs, layout="BLHNC")
+    return config, {
+        layer: torch.empty(num_blocks, 2, BLOCK_SIZE, spec.num_kv_heads, HEAD_SIZE)
+        for group in groups
+        for layer, spec in group.items()
+    }
+
+
 PLUG_INS = [
+    a_page_as_large_as_two,
     beside_one_another,
     arrays_in_one_storage,
     keys_and_values_first,
