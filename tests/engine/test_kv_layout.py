@@ -350,6 +350,17 @@ def test_a_group_without_layers_on_this_rank_has_nothing_to_copy():
         bound.descriptors("d2h", torch.tensor([[3, 1, 1]]).numpy().astype("uint32"))
 
 
+def test_a_layer_that_reaches_into_the_next_block_of_another_is_an_error():
+    storage = torch.empty((2 * N + 1) * PAGE // 4)
+    shape, strides = (N, PAGE // 4), (PAGE // 2, 1)
+    caches = {"a": storage.as_strided(shape, strides)}
+    caches["b"] = storage.as_strided(shape, strides, PAGE // 4)
+    assert CacheLayout.of(caches, kv_cache_config(["a", "b"])).block_bytes == 2 * PAGE
+    caches["b"] = storage.as_strided(shape, strides, PAGE // 4 + 1)
+    with pytest.raises(ValueError, match="share bytes"):
+        CacheLayout.of(caches, kv_cache_config(["a", "b"]))
+
+
 # ---- host blocks ----
 
 
