@@ -358,8 +358,8 @@ MUTATIONS = (
     Mutation(
         "let the segments overlap on the host",
         _LAYOUT,
-        "end += -(-segment.size * num_host_blocks // _ALIGNMENT) * _ALIGNMENT",
-        "end += segment.size",
+        "host = host_address + start * num_host_blocks + begin - start",
+        "host = host_address + begin",
     ),
     Mutation(
         "swap device and host blocks",
