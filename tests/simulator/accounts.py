@@ -20,6 +20,9 @@ def check_device(scheduler: Scheduler) -> None:
     for single in manager.coordinator.single_type_managers:
         for blocks in single.req_to_blocks.values():
             tables.update([block.block_id for block in blocks])
+    # Newer vLLM frees blocks that a step under way may write to when that step is through.
+    for _, blocks in getattr(scheduler, "deferred_frees", ()):
+        tables.update([block.block_id for block in blocks])
     pool = manager.block_pool
     free = 0
     for block in pool.blocks:
@@ -63,6 +66,8 @@ def check_nothing_left(scheduler: Scheduler, offload: OffloadScheduler) -> None:
     assert not scheduler.requests
     assert not scheduler.running
     assert not any(compat.waiting_queues(scheduler))
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert offload.pool.num_free + offload.pool.num_evictable == offload.pool.capacity
     left = {
         name: value
