@@ -305,8 +305,8 @@ impl RequestTable {
 
     /// Every request in the table, doomed ones included.
     pub fn snapshot(&self) -> Vec<Snapshot> {
-        let entries = self.entries.values().into_iter();
-        entries
+        self.entries
+            .values()
             .map(|entry| Snapshot {
                 id: entry.id.to_string(),
                 state: entry.state,

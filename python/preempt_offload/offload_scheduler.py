@@ -85,6 +85,8 @@ class OffloadScheduler:
         self._loading: set[str] = set()
         # Those of them whose load has failed on some rank.
         self._failed_loads: set[str] = set()
+        # Those of them that have ended meanwhile.
+        self._ended_loads: set[str] = set()
         # Requests whose store has failed, for the engine's scheduler to take.
         self._lost: list[str] = []
         # Requests whose load has failed, for the engine's scheduler to take.
@@ -290,7 +292,10 @@ class OffloadScheduler:
             self._loading.discard(request_id)
             ok = request_id not in self._failed_loads
             self._failed_loads.discard(request_id)
-            if self.table.status(request_id) is not None:
+            if request_id in self._ended_loads:
+                self._ended_loads.discard(request_id)
+            else:
+                # Even if a reset has dropped its KV meanwhile, the request goes on.
                 self._landed.add(request_id)
                 if not ok:
                     self._give_up_load(request_id)
@@ -299,6 +304,8 @@ class OffloadScheduler:
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
         self._landed.discard(request_id)
+        if request_id in self._loading:
+            self._ended_loads.add(request_id)
         self.table.release(request_id)
 
     def reset_cache(self) -> bool:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from preempt_offload import PreemptOffloadConnector, RecomputeScheduler, connector, host_memory
@@ -165,10 +165,11 @@ def test_context_parallelism_makes_blocks_cover_more_tokens(make):
     assert len(made.build_connector_meta(None).store_pairs) == 1
 
 
-def test_a_state_that_is_no_kv_is_refused_by_name(make):
-    spec = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(ValueError, match=r"group 0 \(MambaSpec; layer 'a'\) .* cannot preserve"):
-        make(SCHEDULER, kv_cache=kv_cache_config(["a"], spec=spec))
+def test_a_group_of_an_unknown_kind_is_refused_by_name(make):
+    config = kv_cache_config(["a"])
+    config.kv_cache_groups[0].kv_cache_spec = KVCacheSpec(block_size=16)
+    with pytest.raises(ValueError, match=r"group 0 \(KVCacheSpec; layer 'a'\) .* know how"):
+        make(SCHEDULER, kv_cache=config)
 
 
 # ---- which scheduler will run ----

@@ -122,6 +122,7 @@ class Simulation:
         self._hasher = get_request_block_hasher(hash_block_size, sha256)
         # Tokens that were to be preserved, by request, until it runs again.
         self._promises: dict[str, int] = {}
+        self._resetting = False
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._aborts: list[str] = []
         self._idle_steps = 0
@@ -197,13 +198,16 @@ class Simulation:
             request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
             for request in self.scheduler.requests.values()
         )
+        self._resetting = True
         try:
             done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
         except RuntimeError:
             # KV is being received, so vLLM could not; but what is received is dropped, and all
             # is valid but what vLLM's own prefix cache has.
             done = not self._setup.prefix_caching
-        if reset.running and not receiving and not done:
+        self._resetting = False
+        # Newer vLLM refuses while a step is under way, too.
+        if reset.running and not receiving and not self._under_way and not done:
             raise Wrong(f"nothing stands in the way of a reset: {self._whereabouts()}")
         self.happened["resets done" if done else "resets refused"] += 1
         if reset.running or reset.connector or done:
@@ -290,7 +294,7 @@ class Simulation:
                 raise Wrong(f"{request_id} says {tokens} instead of {right}")
         if reason == RequestStatus.FINISHED_STOPPED:
             returned = request.stop_reason == STOP_REASON
-            assert returned <= self._setup.consumer
+            assert returned <= (self._setup.role == "kv_consumer")
             assert returned or tokens[-1] == self_add.stop_token
             self.happened["returned to the proxy"] += returned
         elif reason == RequestStatus.FINISHED_LENGTH_CAPPED:
@@ -323,8 +327,12 @@ class Simulation:
 
         def preempt_request(request: Request, *args: object, **kwargs: object) -> None:
             self.happened["preemptions"] += 1
-            self._tell("preempts", request, self._tables(request.request_id))
+            request_id, num_tokens = request.request_id, request.num_computed_tokens
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            self._tell("preempts", request, tables)
             preempt(request, *args, **kwargs)
+            if request_id not in self._promises and not self._resetting:
+                self._check_refusal(request, tables, num_tokens)
 
         def update_state_before_preempt(
             request: Request, blocks: tuple[list[int], ...], num_tokens: int
@@ -332,8 +340,6 @@ class Simulation:
             preserved = before_preempt(request, blocks, num_tokens)
             if preserved:
                 self._promises[request.request_id] = num_tokens
-            elif num_tokens:
-                self._check_refusal(request, blocks, num_tokens)
             return preserved
 
         def update_state_after_alloc(request: Request, blocks: object, num_tokens: int) -> None:
@@ -367,6 +373,8 @@ class Simulation:
         states = any(group.kind == "state" for group in groups)
         if states and (self._setup.drafts or self._setup.second_runner):
             return
+        if not num_tokens:
+            return
         needed = sum(
             1
             if group.kind == "state"
@@ -381,9 +389,6 @@ class Simulation:
         held = {b for _, state, owned in entries if state != "Mirrored" for b in owned}
         if needed <= self.offload.pool.capacity - len(held):
             raise Wrong(f"{request.request_id} was refused {needed} blocks; held are {len(held)}")
-
-    def _tables(self, request_id: str) -> object:
-        return self.scheduler.kv_cache_manager.get_block_ids(request_id)
 
     def _tell(self, what: str, request: Request, blocks: object) -> None:
         if self._trace:
@@ -452,7 +457,7 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     parallel.world_size = setup.world_size
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=plugin.NAME,
-        kv_role="kv_consumer" if setup.consumer else "kv_both",
+        kv_role=setup.role,
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "offload_host_memory_ratio": setup.host_ratio,

@@ -294,9 +294,10 @@ class Worker:
     def _forward(self, request_id: str, num_tokens: int, output: SchedulerOutput) -> list[int]:
         row, sentence = self.rows[request_id], self._sentences[request_id]
         num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        row.drafts = row.drafts[:num_drafts]
+        # Newer vLLM lets a restored request come back with drafts that nobody has proposed.
+        unknown = [-1] * (num_drafts - len(row.drafts))
+        row.drafts = row.drafts[:num_drafts] + unknown
         fed = row.computed + num_tokens - num_drafts
-        assert len(row.drafts) == num_drafts
         assert fed <= row.known
         right = sentence.said(fed, fed + num_drafts)
         accepted = next(
