@@ -1,7 +1,14 @@
 # make check   the quick loop: format, lints, types, Rust and Python units
-# make test    everything: check, loom, stress, and the end-to-end matrix on real vLLM
+# make test    everything: check, loom, stress, and on each supported vLLM a million steps of the
+#              simulator and the end-to-end tests
 # make demo    the same requests three ways on a real engine, and a table of what happened
 # make bench   criterion benches of the Rust core
+#
+# The simulator by itself, on vLLM VLLM=0.23.0 (or another one):
+# make simulate SEED=7 STEPS=20000   plans from a seed on; a failure is shortened and written down
+# make simulate PLAN=file.jsonl      one that failed, telling what happens
+# make soak SECONDS=3600             plans that nobody has seen, for as long as one likes
+# make mutations                     faults put into the package, and whether they are caught
 #
 # Needs Python 3.11 with venv, a Rust toolchain with cargo-nextest, and a C compiler. All else is
 # installed into .venv/ and target/.
@@ -23,7 +30,16 @@ WHEEL := target/package/.built
 PART = @part() { echo "== $$1"; local start=$$SECONDS; shift; "$$@"; \
 	echo "== done in $$((SECONDS - start)) s"; }; part
 
+VLLM := 0.23.0
+SIMULATE = PYTHONPATH=tests TORCHDYNAMO_DISABLE=1 .venv/vllm-$(VLLM)/bin/python -m simulator
+SEED := 0
+STEPS := 20000
+SECONDS := 3600
+# Of each of the simulator's four parts, on each version.
+export PREEMPT_OFFLOAD_SIMULATED_STEPS ?= 125000
+
 .PHONY: check format lint rust-test python-test loom stress e2e test demo bench lock clean
+.PHONY: simulator simulate soak mutations
 
 check: lint rust-test python-test
 
@@ -59,7 +75,25 @@ e2e-%: .venv/vllm-%/.installed
 		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
 		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
 
-test: check loom stress e2e
+simulator: $(VLLM_VERSIONS:%=simulator-%)
+
+simulator-%: .venv/vllm-%/.installed
+	$(PART) "simulated engines on vLLM $*" env OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 \
+		.venv/vllm-$*/bin/pytest tests/simulator -n 2
+
+test: check loom stress simulator e2e
+
+simulate: .venv/vllm-$(VLLM)/.installed
+	$(SIMULATE) $(if $(PLAN),--plan $(PLAN),--seed $(SEED) --steps $(STEPS))
+
+# Two of them, a process for each of two cores, from a seed that the clock gives.
+soak: .venv/vllm-$(VLLM)/.installed
+	first=$$((10#$$(date +%s) % 1000000000)); for part in 0 1; do \
+		$(SIMULATE) --seed $$((first + part)) --stride 2 --seconds $(SECONDS) --steps 1000000000000 & \
+	done; wait -n && wait -n
+
+mutations: .venv/vllm-$(VLLM)/.installed
+	$(SIMULATE).mutate
 
 demo: $(NEWEST_ENGINE)/.installed
 	$(NEWEST_ENGINE)/bin/preempt-offload demo

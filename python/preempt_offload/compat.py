@@ -46,6 +46,7 @@ __all__ = [
     "find_offload_connector",
     "hides_data_parallel_size",
     "hits_are_claimed_first",
+    "loads_fail_by_block",
     "loads_fail_by_request",
     "num_nodes",
     "outputs_under_way",
@@ -277,13 +278,23 @@ def hits_are_claimed_first() -> bool:
 
 
 def loads_fail_by_request() -> bool:
-    """Whether vLLM is told of failed loads by request.
-
-    vLLM 0.23 is told by block, and can tell whose block it was only with one KV cache group.
-    """
+    """Whether vLLM is told of failed loads by request; vLLM 0.23 is told by block."""
     from vllm.v1.outputs import KVConnectorOutput
 
     return hasattr(KVConnectorOutput(), "failed_recving")
+
+
+def loads_fail_by_block(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM can recover when it is told of failed loads by block.
+
+    It computes again from the first of those blocks on. With several KV cache groups it could
+    not tell whose block it was, and end; and where a group does not keep all tokens, as with
+    sliding windows, the tokens that this attends to are not there.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
 
 
 def claim_hits_first(manager: KVCacheManager) -> None:

@@ -76,7 +76,6 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             advice = compat.scheduler_advice(vllm_config)
             if advice is not None:
                 logger.warning("%s", advice)
-            one_group = len(kv_cache_config.kv_cache_groups) == 1
             unpreservable = compat.why_unpreservable(kv_cache_config, vllm_config)
             if unpreservable is not None:
                 logger.warning("No preempted request will be preserved: %s", unpreservable)
@@ -87,8 +86,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 share_blocks=config.enable_offload_prefix_caching,
                 state_groups=compat.state_groups(kv_cache_config),
                 preserves=unpreservable is None,
-                trust_hits=one_group or compat.hits_are_claimed_first(),
-                recovers=one_group or compat.loads_fail_by_request(),
+                trust_hits=len(kv_cache_config.kv_cache_groups) == 1
+                or compat.hits_are_claimed_first(),
+                recovers=compat.loads_fail_by_block(kv_cache_config)
+                or compat.loads_fail_by_request(),
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:

@@ -355,9 +355,8 @@ class OffloadScheduler:
         logger.error("Restoring request %s failed; its KV is lost", request_id)
         if not self._recovers:
             raise RuntimeError(
-                f"restoring request {request_id} failed, and this vLLM's own scheduler cannot "
-                "recover from that on a model with several KV cache groups; "
-                "preempt_offload.RecomputeScheduler can"
+                f"restoring request {request_id} failed, and with this model the engine's "
+                "scheduler cannot recover from that; preempt_offload.RecomputeScheduler can"
             )
         self._unloaded.append(request_id)
 

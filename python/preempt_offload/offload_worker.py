@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from preempt_offload import compat
 from preempt_offload.devices import Device, Ended, HostDevice, Transfer, TransferResult
 from preempt_offload.kv_layout import CacheLayout, parts_of
 from preempt_offload.log import get_logger
@@ -120,11 +121,10 @@ class OffloadWorker:
     def take_unloaded_blocks(self) -> set[int]:
         """Device blocks whose load has failed since this or ``take_unloaded_requests`` was.
 
-        None with several KV cache groups: a vLLM that is told by block would not know whose
-        block it was, and end.
+        None where vLLM could not recover from that; see ``compat.loads_fail_by_block``.
         """
         unloaded, self._unloaded = self._unloaded, []
-        if len(self._kv_cache_config.kv_cache_groups) > 1:
+        if not compat.loads_fail_by_block(self._kv_cache_config):
             return set()
         return {
             block

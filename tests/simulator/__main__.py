@@ -15,8 +15,6 @@ from .engine import simulate
 from .plan import Plan, random_plan
 from .shrink import shrink
 
-SHRINK_SECONDS = 60
-
 
 def main() -> int:
     """Runs plans by seed, or one from a file; the exit code tells whether all went well."""
@@ -25,6 +23,7 @@ def main() -> int:
     parser.add_argument("--stride", type=int, default=1, help="from one seed to the next")
     parser.add_argument("--steps", type=int, default=20_000, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after so long")
+    parser.add_argument("--shrink-seconds", type=float, default=60, help="to shorten a failure")
     parser.add_argument("--plan", type=Path, help="run this plan instead, and tell what happens")
     args = parser.parse_args()
     # What the package says of failed copies and full hosts is expected here.
@@ -32,20 +31,20 @@ def main() -> int:
     if args.plan:
         _print_counts(simulate(Plan.from_json(args.plan.read_text()), trace=print))
         return 0
-    return _run(args.seed, args.stride, args.steps, args.seconds)
+    return _run(args)
 
 
-def _run(first: int, stride: int, steps: int, seconds: float) -> int:
+def _run(args: argparse.Namespace) -> int:
     happened, start = Counter[str](), time.monotonic()
-    for seed in itertools.count(first, stride):
+    for seed in itertools.count(args.seed, args.stride):
         plan = random_plan(seed)
         try:
             happened += simulate(plan)
         except Exception:
             traceback.print_exc()
-            _report(shrink(plan, _fails, seconds=SHRINK_SECONDS))
+            _report(shrink(plan, _fails, seconds=args.shrink_seconds))
             return 1
-        if happened["steps"] >= steps or time.monotonic() - start >= seconds:
+        if happened["steps"] >= args.steps or time.monotonic() - start >= args.seconds:
             break
     _print_counts(happened)
     rate = happened["steps"] / (time.monotonic() - start)

@@ -37,7 +37,7 @@ class Sentence:
         """Begins with ``tokens``; all that follows is said with these weights."""
         self._known = len(tokens)
         self.tokens[: self._known] = tokens
-        tag = (self.adapter << 8) + weights
+        tag = _next_tag(_next_tag(0, self.adapter), weights)
         for position, token in enumerate(tokens):
             tag = _next_tag(tag, token)
             self.tags[position] = tag

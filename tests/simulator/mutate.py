@@ -1,8 +1,8 @@
 """Puts each of the listed faults into a copy of the package and runs the simulator on it.
 
-``python -m simulator.mutate [part of a name ...]`` prints a table of what was caught, and
-how; it fails if more than two of fifty faults are not. That the unchanged package passes is
-for the simulator's own test to show.
+``python -m simulator.mutate [part of a name ...]`` (``make mutations`` for all) prints a table
+of what was caught, and how; it fails if more than two of fifty faults are not. That the
+unchanged package passes is for the simulator's own test to show.
 """
 
 from __future__ import annotations

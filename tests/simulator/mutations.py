@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         "forget to release a request that ends",
         _SCHEDULER,
-        "        self._landed.discard(request_id)\n        self.table.release(request_id)",
-        "        self._landed.discard(request_id)",
+        "            self._ended_loads.add(request_id)\n        self.table.release(request_id)",
+        "            self._ended_loads.add(request_id)",
     ),
     Mutation(
         "keep preserved KV when the cache is reset",

@@ -259,7 +259,8 @@ def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
             )
             added += 1
         elif what < 0.82:
-            events.append(Abort(rng.randrange(added), within_step=rng.random() < 0.5))
+            recent = rng.randrange(max(added - 6, 0), added)
+            events.append(Abort(recent, within_step=rng.random() < 0.5))
         elif what < 0.85:
             events.append(Reset(rng.random() < 0.7, rng.random() < 0.5))
         if rng.random() < 0.6:
