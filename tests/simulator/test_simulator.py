@@ -60,7 +60,7 @@ def test_every_slot_of_random_engines(part, record_property):
             raise
         if happened["steps"] >= STEPS:
             break
-    record_property("simulated", happened)
+    record_property("simulated", dict(happened))
     missing = [what for what in WORTHWHILE if not happened[what]]
     assert not missing, f"never happened in {happened['steps']} steps: {missing}"
 
