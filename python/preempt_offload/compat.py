@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from typing import TYPE_CHECKING, Any
@@ -115,25 +116,32 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
 def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> list[int]:
     """Tokens per scheduler block of each KV cache group.
 
-    With context parallelism the ranks of one block hold interleaved tokens, so a
-    scheduler block covers ``block_size`` x DCP x PCP tokens.
+    Context parallelism spreads the tokens of a scheduler block over ranks, so it covers
+    several times the group's ``block_size``. vLLM says over how many: DCP x PCP in 0.23, DCP
+    from 0.26; from 0.31 a spec says whether it is spread at all. States never are.
 
     Raises:
         ValueError: A group's blocks hold neither KV per token nor a state.
     """
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-    parallel = vllm_config.parallel_config
-    factor = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    # Without any group, vLLM's answer is for one whose tokens are spread.
+    no_groups = dataclasses.replace(kv_cache_config, kv_cache_groups=[])
+    spread_block, _ = resolve_kv_cache_block_sizes(no_groups, vllm_config)
+    num_ranks = spread_block // vllm_config.cache_config.block_size
     tokens = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        if not isinstance(spec, AttentionSpec | MambaSpec | UniformTypeKVCacheSpecs):
+        known = isinstance(spec, AttentionSpec | MambaSpec | UniformTypeKVCacheSpecs)
+        # What can have no place in the prefix cache is a ring, written over and over.
+        if not known or not getattr(spec, "prefix_cacheable", True):
             raise ValueError(
                 f"KV cache group {i} ({type(spec).__name__}; layer {group.layer_names[0]!r}) is of "
                 "a kind that PreemptOffloadConnector does not know how to preserve"
             )
-        tokens.append(int(spec.block_size) * factor)
+        is_spread = getattr(spec, "dcp_sharded", not isinstance(spec, MambaSpec))
+        tokens.append(int(spec.block_size) * (num_ranks if is_spread else 1))
     return tokens
 
 

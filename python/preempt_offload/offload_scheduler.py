@@ -236,6 +236,7 @@ class OffloadScheduler:
             return
         num_tokens = self._restorable_tokens(request, status[1])
         if num_external_tokens == 0:
+            self._say_why_not_restored(request_id, num_tokens, status[1])
             self.table.settle(request_id, num_tokens)
             return
         first = num_tokens - num_external_tokens
@@ -334,7 +335,8 @@ class OffloadScheduler:
         num_known = min(num_computed_tokens, request.num_tokens)
         shareable: list[list[bytes]] = []
         for group, tokens in enumerate(self._block_tokens):
-            if group in self._state_groups:
+            if group in self._state_groups or tokens % self.hash_tokens:
+                # A state is of all tokens so far; and no hash may end where a block ends.
                 shareable.append([])
                 continue
             # A hash covers all tokens before it, so a block's last one identifies the block.
@@ -359,6 +361,22 @@ class OffloadScheduler:
                 "scheduler cannot recover from that; preempt_offload.RecomputeScheduler can"
             )
         self._unloaded.append(request_id)
+
+    def _say_why_not_restored(self, request_id: str, num_tokens: int, num_stored: int) -> None:
+        if num_tokens <= 0 and self._state_groups:
+            logger.warning(
+                "Request %s is not restored, because its states on the host are those after %d "
+                "tokens, and it has not kept all of these; it is computed again",
+                request_id,
+                num_stored,
+            )
+        elif not self._trust_hits:
+            logger.warning(
+                "Request %s is not restored, because vLLM's prefix cache has some of its blocks, "
+                "and vLLM's own scheduler would mix them up with those to restore on a model with "
+                "several KV cache groups; preempt_offload.RecomputeScheduler would not",
+                request_id,
+            )
 
     def _warn_of_no_op(self, request: Request) -> None:
         if self._no_op_advice is not None and request.num_preemptions > 0:

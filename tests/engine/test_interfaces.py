@@ -37,6 +37,7 @@ CALLS = [
     (SCHEDULER, "has_finished_requests(self)"),
     (SCHEDULER, "reset_prefix_cache(self, reset_running_requests, reset_connector)"),
     (SCHEDULER, "_is_blocked_waiting_status(status)"),
+    (SCHEDULER, "_inflight_prefill_reserved_blocks(self)"),
     (
         SCHEDULER,
         (
@@ -53,6 +54,10 @@ CALLS = [
         " num_local_computed_tokens, num_external_computed_tokens)",
     ),
     (SINGLE_TYPE, "get_num_skipped_tokens(self, num_computed_tokens)"),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)",
+    ),
     (BLOCK_POOL, "touch(self, blocks)"),
     (BLOCK_POOL, "free_blocks(self, blocks)"),
     ("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids(self)"),
@@ -80,6 +85,9 @@ ATTRIBUTES = {
         "finished_recving_kv_req_ids",
         "failed_recving_kv_req_ids",
         "_inflight_prefills",
+        "recompute_kv_load_failures",
+        "num_spec_tokens",
+        "num_lookahead_tokens",
     ],
     "vllm.v1.request:Request": [
         "request_id",
@@ -97,6 +105,7 @@ ATTRIBUTES = {
         "PREEMPTED",
         "WAITING_FOR_REMOTE_KVS",
         "FINISHED_STOPPED",
+        "FINISHED_ERROR",
     ],
     CACHE_MANAGER: ["coordinator", "block_pool"],
     COORDINATOR: ["single_type_managers", "block_pool"],
@@ -111,6 +120,7 @@ ATTRIBUTES = {
         "num_blocks",
         "kv_cache_tensors",
         "kv_cache_groups",
+        "needs_kv_cache_zeroing",
     ],
     "vllm.v1.kv_cache_interface:KVCacheTensor": ["size", ("shared_by", "layers")],
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
@@ -135,6 +145,8 @@ ATTRIBUTES = {
     ],
     "vllm.v1.core.sched.output:NewRequestData": ["req_id", "num_computed_tokens"],
     "vllm.config:KVTransferConfig": ["kv_role", "engine_id", "kv_connector_extra_config"],
+    "vllm.config:VllmConfig": ["speculative_config", "use_v2_model_runner"],
+    "vllm.config:CacheConfig": ["block_size"],
     "vllm.config:SchedulerConfig": ["scheduler_cls", "async_scheduling"],
     "vllm.config:ParallelConfig": [
         "rank",

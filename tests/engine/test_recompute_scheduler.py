@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from engine_support import BLOCK_SIZE, kv_cache_config
+from engine_support import BLOCK_SIZE, SPEC, WINDOW, kv_cache_config
 from vllm import SamplingParams
+from vllm.config import SpeculativeConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -28,15 +29,16 @@ class Driver:
     Args:
         config: The engine's config.
         num_blocks: Device blocks, null block included.
-        groups: The layers of each KV cache group.
         scheduler_cls: The class to make; what the config says if not given.
+        specs: The kind of each KV cache group, of one layer each.
     """
 
-    def __init__(self, config, num_blocks, scheduler_cls=None, groups=(["a"],)):
+    def __init__(self, config, num_blocks, scheduler_cls=None, specs=(SPEC,)):
         init_none_hash(sha256)
+        groups = [[f"layer.{i}"] for i in range(len(specs))]
         self.scheduler = (scheduler_cls or config.scheduler_config.get_scheduler_cls())(
             vllm_config=config,
-            kv_cache_config=kv_cache_config(*groups, num_blocks=num_blocks),
+            kv_cache_config=kv_cache_config(*groups, num_blocks=num_blocks, spec=list(specs)),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
         )
@@ -148,10 +150,17 @@ class Driver:
 
 @pytest.fixture
 def drive(vllm_config):
-    def drive(extra=None, *, num_blocks=8, scheduler_cls=None, groups=(["a"],), **config_args):
+    def drive(
+        extra=None, *, num_blocks=8, scheduler_cls=None, specs=(SPEC,), drafts=0, **config_args
+    ):
         config_args = {"enable_prefix_caching": False} | config_args
         config = vllm_config(extra, num_device_blocks=num_blocks, **config_args)
-        return Driver(config, num_blocks, scheduler_cls, groups)
+        if drafts:
+            # Its checks need a model to draft with.
+            config.speculative_config = speculative = object.__new__(SpeculativeConfig)
+            speculative.method = "draft_model"
+            speculative.num_speculative_tokens = drafts
+        return Driver(config, num_blocks, scheduler_cls, specs)
 
     return drive
 
@@ -291,17 +300,23 @@ def test_a_failed_store_is_recomputed(drive, log):
     assert "Storing request second failed" in log.text
 
 
-@pytest.mark.parametrize("groups", [(["a"],), (["a"], ["b"])], ids=["one group", "two groups"])
+@pytest.mark.parametrize("specs", [(SPEC,), (SPEC, SPEC)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, groups, policy):
+@pytest.mark.parametrize("reset", [False, True], ids=["", "after a reset"])
+def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, specs, policy, reset):
     driver = drive(
-        num_blocks=1 + 7 * len(groups),
-        groups=groups,
+        num_blocks=1 + 7 * len(specs),
+        specs=specs,
         transfer={"kv_load_failure_policy": policy},
     )
     _, second = preempt_one(driver)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     driver.loads_ok = False
+    if reset:
+        driver.hold_loads = True
+        driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
+        assert driver.connector.reset_cache() is False
+        driver.hold_loads = False
     driver.step_until(second.is_finished)
     assert driver.offload.stats.restored == 1
     if policy == "recompute":
@@ -310,6 +325,96 @@ def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, gro
         assert driver.outputs["second"][-1].finish_reason == FinishReason.ERROR
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()
+
+
+# ---- room for requests that are restored ----
+
+
+def test_blocks_of_a_restored_request_are_in_one_group_each(drive):
+    """Its hits in the last group are the blocks that the first would be given next."""
+    driver = drive(num_blocks=15, specs=(SPEC, WINDOW), enable_prefix_caching=True)
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
+    loaded = driver.offload.stats.restored_tokens
+    assert 0 < loaded < second.num_computed_tokens, "some blocks are hits, and some are loaded"
+    first_group, last_group = driver.manager.get_block_ids("second")
+    held = [block for block in (*first_group, *last_group) if block != 0]
+    assert len(held) == len(set(held))
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
+
+
+def test_requests_that_are_restored_leave_room_for_the_drafts_of_one(drive):
+    """Two requests of two blocks each would hold all four, and both need a third for drafts."""
+    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=5, drafts=4)
+    requests = [driver.add(name, 20, first=i, max_tokens=11) for i, name in enumerate("abc")]
+    driver.step_until(lambda: all(map(Request.is_finished, requests)))
+    assert driver.offload.stats.restored
+    assert [len(request.output_token_ids) for request in requests] == [11] * 3
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
+
+
+# ---- a scheduler of somebody else's that asks ----
+
+
+class Asking(Scheduler):
+    """Asks the connector before it preempts, and does nothing else for it."""
+
+    def _preempt_request(self, request, *args, **kwargs):
+        self.connector.update_state_before_preempt(
+            request,
+            self.kv_cache_manager.get_block_ids(request.request_id),
+            request.num_computed_tokens,
+        )
+        super()._preempt_request(request, *args, **kwargs)
+
+
+@pytest.mark.parametrize("specs", [(SPEC,), (SPEC, WINDOW)], ids=["one group", "two groups"])
+def test_of_somebody_elses_scheduler_hits_are_used_if_they_are_safe(drive, log, specs):
+    driver = drive(
+        num_blocks=1 + 7 * len(specs),
+        specs=specs,
+        scheduler_cls=Asking,
+        enable_prefix_caching=True,
+    )
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    safe = len(specs) == 1 or compat.hits_are_claimed_first()
+    assert driver.offload.stats.restored == safe
+    assert ("Request second is not restored" in log.text) is not safe
+    assert len(second.output_token_ids) == 60
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
+
+
+def test_of_somebody_elses_scheduler_all_is_restored_that_has_no_hits(drive):
+    driver = drive(num_blocks=15, specs=(SPEC, WINDOW), scheduler_cls=Asking)
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert driver.offload.stats.restored == 1
+    assert len(second.output_token_ids) == 60
+
+
+def test_of_somebody_elses_scheduler_a_load_that_it_cannot_do_without_ends_the_engine(drive):
+    driver = drive(
+        num_blocks=15,
+        specs=(SPEC, SPEC),
+        scheduler_cls=Asking,
+        transfer={"kv_load_failure_policy": "recompute"},
+    )
+    _, second = preempt_one(driver)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.loads_ok = False
+    if compat.loads_fail_by_request():
+        driver.step_until(second.is_finished)
+        assert len(second.output_token_ids) == 60
+    else:
+        with pytest.raises(RuntimeError, match="restoring request second failed"):
+            driver.step_until(second.is_finished)
 
 
 # ---- a scheduler that never asks ----

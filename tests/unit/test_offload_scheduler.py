@@ -753,6 +753,171 @@ def test_groups_with_blocks_of_different_size():
     assert 16 - scene.num_available == 21 // 4 + 21 // 16
 
 
+def test_a_group_whose_blocks_end_where_no_hash_does_is_not_shared():
+    # Groups of 4 and 8 tokens per block; a hash covers 8.
+    scene = Scene(block_tokens=(4, 8), share_blocks=True, hash_tokens=8)
+    scene.preserve(hashed("a", 9, b"one"), ([10, 11], [12]), 8)
+    second = scene.preserve(hashed("b", 9, b"one"), ([20, 21], [22]), 8)
+    assert second.store_pairs[:, 1].tolist() == [20, 21]
+
+
+# ---- states: a block of the second group is what has become of all tokens so far ----
+
+STATE_BLOCKS = ([10, 11, 12], [0, 0, 13])
+
+
+@pytest.fixture
+def states():
+    return Scene(block_tokens=(4, 4), state_groups=(1,), share_blocks=True)
+
+
+def test_a_state_is_restored_to_where_the_request_goes_on(states, request_a, log):
+    stored = states.preserve(request_a, STATE_BLOCKS, 10)
+    assert stored.store_pairs[:, :2].tolist() == [[0, 10], [0, 11], [0, 12], [1, 13]]
+    # What the device still has of the first group makes no difference to the second.
+    assert states.ask(request_a, 8) == (2, True)
+    states.allocate(request_a, ([20, 21, 22], [0, 0, 23]), 2)
+    loaded = states.step()
+    assert loaded.load_pairs[:, :2].tolist() == [[0, 22], [1, 23]]
+    assert loaded.load_pairs[:, 2].tolist() == stored.store_pairs[2:, 2].tolist()
+    assert not [record for record in log.records if record.levelname == "WARNING"]
+
+
+def test_only_the_newest_of_several_states_is_stored(states, request_a):
+    stored = states.preserve(request_a, ([10, 11, 12], [13, 14, 15]), 10)
+    assert stored.store_pairs[:, :2].tolist() == [[0, 10], [0, 11], [0, 12], [1, 15]]
+
+
+@pytest.mark.parametrize("num_tokens", [10, 9, 2])
+def test_a_state_past_the_tokens_that_were_kept_is_not_restored(states, log, num_tokens):
+    request = Request("a", num_tokens=11)
+    states.preserve(request, STATE_BLOCKS, 10)
+    log.clear()
+    # Drafts have been rejected since.
+    request.num_tokens = num_tokens
+    assert states.ask(request) == (0, False)
+    states.allocate(request, ([20, 21, 22], [0, 0, 23]), 0)
+    assert states.step() is NOTHING
+    (record,) = log.records
+    assert record.levelname == "WARNING"
+    assert "Request a is not restored, because its states" in record.getMessage()
+    assert "after 10 tokens" in record.getMessage()
+    assert "computed again" in record.getMessage()
+    states.scheduler.request_finished("a")
+    states.assert_nothing_left()
+
+
+def test_states_are_never_shared(states):
+    states.preserve(hashed("a", 9, b"one", b"two"), ([10, 11], [0, 13]), 8)
+    second = states.preserve(hashed("b", 9, b"one", b"two"), ([20, 21], [0, 23]), 8)
+    assert second.store_pairs[:, :2].tolist() == [[1, 23]]
+
+
+def test_a_state_is_not_there_for_the_next_preemption(states, request_a):
+    states.preserve(request_a, STATE_BLOCKS, 10)
+    states.restore(request_a, ([20, 21, 22], [0, 0, 23]))
+    again = states.preserve(request_a, ([20, 21, 22], [0, 0, 23]), 10)
+    assert again.store_pairs[:, :2].tolist() == [[0, 22], [1, 23]]
+
+
+def test_where_nothing_can_be_preserved_nothing_is(request_a):
+    scene = Scene(preserves=False)
+    assert scene.preempt(request_a, BLOCKS, 10) is False
+    assert scene.scheduler.stats.not_preserved == 1
+    assert scene.step() is NOTHING
+    assert scene.ask(request_a) == (0, False)
+    scene.assert_nothing_left()
+
+
+# ---- what the scheduler of somebody else cannot do ----
+
+
+def test_with_hits_that_could_be_mixed_up_nothing_is_restored(request_a, log):
+    scene = Scene(trust_hits=False)
+    scene.preserve(request_a, BLOCKS, 10)
+    log.clear()
+    assert scene.ask(request_a, 4) == (0, False)
+    scene.allocate(request_a, NEW_BLOCKS, 0)
+    (record,) = log.records
+    assert "Request a is not restored, because vLLM's prefix cache" in record.getMessage()
+    assert "preempt_offload.RecomputeScheduler" in record.getMessage()
+    # It may be preserved again.
+    assert len(scene.preserve(request_a, BLOCKS, 10).store_pairs) == 1
+
+
+def test_without_hits_there_is_nothing_to_mix_up(request_a, log):
+    scene = Scene(trust_hits=False)
+    scene.preserve(request_a, BLOCKS, 10)
+    log.clear()
+    assert scene.ask(request_a) == (10, True)
+    scene.restore(request_a, NEW_BLOCKS)
+    assert {record.levelname for record in log.records} == {"INFO"}
+
+
+def test_hits_are_used_where_they_are_claimed_first(request_a):
+    scene = Scene(trust_hits=False)
+    scene.scheduler.scheduler_cooperates()
+    scene.preserve(request_a, BLOCKS, 10)
+    assert scene.ask(request_a, 4) == (6, True)
+
+
+def test_a_failed_load_that_vllm_cannot_recover_from_says_who_can(request_a):
+    scene = Scene(recovers=False)
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    with pytest.raises(RuntimeError, match=r"request a failed.*RecomputeScheduler can"):
+        scene.report_loads("a", failed=("a",))
+
+
+def test_a_scheduler_of_ours_is_told_whose_load_failed(request_a):
+    scene = Scene(recovers=False)
+    scene.scheduler.scheduler_cooperates()
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    assert scene.scheduler.take_unloaded_requests() == []
+    scene.report_loads("a", failed=("a",))
+    assert scene.scheduler.take_unloaded_requests() == ["a"]
+    assert scene.scheduler.take_unloaded_requests() == [], "told once"
+    scene.assert_nothing_left()
+
+
+def test_a_failed_load_is_told_even_if_a_reset_has_dropped_the_kv(scene, request_a):
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    assert scene.scheduler.reset_cache() is False
+    scene.report_loads("a", failed=("a",))
+    assert scene.scheduler.take_unloaded_requests() == ["a"]
+    scene.assert_nothing_left()
+
+
+def test_others_wait_for_a_request_loaded_across_a_reset(scene, request_a):
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    assert scene.scheduler.reset_cache() is False
+    scene.report_loads("a")
+    assert scene.ask(Request("b", num_tokens=5)) == (None, False)
+    scene.allocate(request_a, NEW_BLOCKS, 0)
+    assert scene.ask(Request("b", num_tokens=5)) == (0, False)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_nobody_is_told_of_a_failed_load_of_a_request_that_has_ended(request_a, reset):
+    scene = Scene(recovers=False)
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    if reset:
+        assert scene.scheduler.reset_cache() is False
+    scene.scheduler.request_finished("a")
+    scene.report_loads("a", failed=("a",))
+    assert scene.scheduler.take_unloaded_requests() == []
+    scene.assert_nothing_left()
+
+
 # ---- a scheduler that never asks ----
 
 

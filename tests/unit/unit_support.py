@@ -47,6 +47,7 @@ class Scene:
         world_size=1,
         share_blocks=False,
         hash_tokens=4,
+        **options,
     ):
         self.scheduler = OffloadScheduler(
             num_host_blocks=num_host_blocks,
@@ -54,6 +55,7 @@ class Scene:
             world_size=world_size,
             share_blocks=share_blocks,
             no_op_advice=ADVICE,
+            **options,
         )
         self.scheduler.hash_tokens = hash_tokens
         self.world_size = world_size
