@@ -371,10 +371,10 @@ class OffloadScheduler:
                 num_stored,
             )
         elif not self._trust_hits:
-            logger.warning(
-                "Request %s is not restored, because vLLM's prefix cache has some of its blocks, "
-                "and vLLM's own scheduler would mix them up with those to restore on a model with "
-                "several KV cache groups; preempt_offload.RecomputeScheduler would not",
+            logger.info(
+                "Request %s is left to vLLM's prefix cache, which has some of its blocks or all: "
+                "vLLM's own scheduler would mix them up with those to restore, because this "
+                "model has several KV cache groups; preempt_offload.RecomputeScheduler would not",
                 request_id,
             )
 

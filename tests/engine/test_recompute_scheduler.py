@@ -330,17 +330,38 @@ def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, spe
 # ---- room for requests that are restored ----
 
 
-def test_blocks_of_a_restored_request_are_in_one_group_each(drive):
-    """Its hits in the last group are the blocks that the first would be given next."""
-    driver = drive(num_blocks=15, specs=(SPEC, WINDOW), enable_prefix_caching=True)
+def preempt_one_with_hits(driver):
+    """Preempts the second request; the first ends when it has overwritten a part of it."""
+    first, second = preempt_one(driver)
+    driver.step_until(lambda: first.num_tokens > 4 * BLOCK_SIZE + 1)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    return second
+
+
+def make_hits_go_next(driver, request):
+    """Makes the request's blocks in the prefix cache those that are allocated next."""
+    pool = driver.manager.block_pool
+    hits = set()
+    for block_hash, group in itertools.product(request.block_hashes, range(2)):
+        hits |= {block.block_id for block in pool.get_cached_block(block_hash, [group]) or ()}
+    free = pool.free_block_queue.get_all_free_blocks()
+    others = [block for block in free if block.block_id not in hits]
+    pool.touch(others)
+    pool.free_blocks(others)
+
+
+def test_no_block_of_a_restored_request_is_in_two_groups(drive):
+    driver = drive(num_blocks=12, specs=(SPEC, WINDOW), enable_prefix_caching=True)
     _, second = preempt_one(driver)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    # Else the last blocks of the first group would be allocated before the hits in the second.
+    make_hits_go_next(driver, second)
     driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
-    loaded = driver.offload.stats.restored_tokens
-    assert 0 < loaded < second.num_computed_tokens, "some blocks are hits, and some are loaded"
-    first_group, last_group = driver.manager.get_block_ids("second")
-    held = [block for block in (*first_group, *last_group) if block != 0]
-    assert len(held) == len(set(held))
+    assert second.num_computed_tokens == 40
+    assert driver.offload.stats.restored_tokens == 8, "the first two blocks are hits"
+    held = list(itertools.chain(*driver.manager.get_block_ids("second")))
+    assert len(held) == 6
+    assert len(set(held)) == 6
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()
 
@@ -379,12 +400,11 @@ def test_of_somebody_elses_scheduler_hits_are_used_if_they_are_safe(drive, log, 
         scheduler_cls=Asking,
         enable_prefix_caching=True,
     )
-    _, second = preempt_one(driver)
-    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    second = preempt_one_with_hits(driver)
     driver.step_until(second.is_finished)
     safe = len(specs) == 1 or compat.hits_are_claimed_first()
     assert driver.offload.stats.restored == safe
-    assert ("Request second is not restored" in log.text) is not safe
+    assert ("Request second is left to vLLM's prefix cache" in log.text) is not safe
     assert len(second.output_token_ids) == 60
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()

@@ -839,7 +839,7 @@ def test_with_hits_that_could_be_mixed_up_nothing_is_restored(request_a, log):
     assert scene.ask(request_a, 4) == (0, False)
     scene.allocate(request_a, NEW_BLOCKS, 0)
     (record,) = log.records
-    assert "Request a is not restored, because vLLM's prefix cache" in record.getMessage()
+    assert "Request a is left to vLLM's prefix cache" in record.getMessage()
     assert "preempt_offload.RecomputeScheduler" in record.getMessage()
     # It may be preserved again.
     assert len(scene.preserve(request_a, BLOCKS, 10).store_pairs) == 1
@@ -848,10 +848,9 @@ def test_with_hits_that_could_be_mixed_up_nothing_is_restored(request_a, log):
 def test_without_hits_there_is_nothing_to_mix_up(request_a, log):
     scene = Scene(trust_hits=False)
     scene.preserve(request_a, BLOCKS, 10)
-    log.clear()
     assert scene.ask(request_a) == (10, True)
     scene.restore(request_a, NEW_BLOCKS)
-    assert {record.levelname for record in log.records} == {"INFO"}
+    assert not [record for record in log.records if "prefix cache" in record.getMessage()]
 
 
 def test_hits_are_used_where_they_are_claimed_first(request_a):
