@@ -1,33 +1,66 @@
 """The connector as vLLM makes and calls it, in both of its roles."""
 
+import dataclasses
 import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from engine_support import SPEC, kv_cache_config, random_
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from engine_support import BLOCK_SIZE, SPEC, STATES, WINDOW, kv_cache_config, random_
+from vllm.config import KVTransferConfig, SpeculativeConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.structured_output import StructuredOutputManager
 
-from preempt_offload import PreemptOffloadConnector, RecomputeScheduler, connector, host_memory
+from preempt_offload import (
+    PreemptOffloadConnector,
+    RecomputeScheduler,
+    compat,
+    connector,
+    host_memory,
+)
 from preempt_offload.metadata import NOTHING, OffloadWorkerMetadata
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 PAGE = SPEC.page_size_bytes
+
+# Kinds of groups that vLLM takes together with context parallelism.
+SPREADABLE = [pytest.param((SPEC,), id="one group")]
+if hasattr(SPEC, "dcp_sharded"):
+    whole = dataclasses.replace(SPEC, dcp_sharded=False)
+    SPREADABLE += [
+        pytest.param((SPEC, STATES), id="states"),
+        pytest.param((SPEC, whole), id="not all are spread"),
+    ]
+
+
+class Ring(type(WINDOW)):
+    """A cache whose blocks are written over and over, in any version."""
+
+    prefix_cacheable = False
+
+
+RINGS = [Ring]
+if hasattr(kv_cache_interface, "CircularBufferSpec"):
+    RINGS.append(kv_cache_interface.CircularBufferSpec)
 
 
 @pytest.fixture
 def make(vllm_config):
     """Makes the connector through vLLM's factory, in one role."""
 
-    def make(role, extra=None, *, kv_cache=None, ranks=None, **config_args):
+    def make(role, extra=None, *, kv_cache=None, ranks=None, speculative=False, **config_args):
         config = vllm_config(extra, **config_args)
+        if speculative:
+            # Its checks need a model to draft with.
+            config.speculative_config = object.__new__(SpeculativeConfig)
         for name, value in (ranks or {}).items():
             setattr(config.parallel_config, name, value)
         return KVConnectorFactory.create_connector(
@@ -157,12 +190,32 @@ def test_a_store_is_complete_when_all_ranks_of_this_engine_have_it(make):
     assert made.get_num_new_matched_tokens(request, 0) == (16, True)
 
 
-def test_context_parallelism_makes_blocks_cover_more_tokens(make):
-    ranks = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 3}
-    made = make(SCHEDULER, ranks=ranks)
+@pytest.mark.parametrize(("dcp", "pcp"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("specs", SPREADABLE)
+def test_a_block_covers_as_many_tokens_as_for_vllms_block_manager(vllm_config, specs, dcp, pcp):
+    config = vllm_config(enable_prefix_caching=False)
+    config.parallel_config.decode_context_parallel_size = dcp
+    config.parallel_config.prefill_context_parallel_size = pcp
+    kv_cache = kv_cache_config(*([f"{i}"] for i in range(len(specs))), spec=list(specs))
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
+    scheduler = RecomputeScheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    tokens = compat.block_tokens(kv_cache, config)
+    assert tokens == [manager.block_size for manager in managers]
+    assert tokens[0] in (BLOCK_SIZE * dcp, BLOCK_SIZE * dcp * pcp)
+
+
+def test_blocks_spread_over_ranks_are_stored_as_such(make):
+    made = make(SCHEDULER, ranks={"decode_context_parallel_size": 2})
     request = SimpleNamespace(request_id="a", num_tokens=97, block_hashes=[])
-    assert made.update_state_before_preempt(request, ([1],), 96)
-    assert len(made.build_connector_meta(None).store_pairs) == 1
+    assert made.update_state_before_preempt(request, ([1, 2, 3],), 96)
+    assert len(made.build_connector_meta(None).store_pairs) == 3
 
 
 def test_a_group_of_an_unknown_kind_is_refused_by_name(make):
@@ -170,6 +223,61 @@ def test_a_group_of_an_unknown_kind_is_refused_by_name(make):
     config.kv_cache_groups[0].kv_cache_spec = KVCacheSpec(block_size=16)
     with pytest.raises(ValueError, match=r"group 0 \(KVCacheSpec; layer 'a'\) .* know how"):
         make(SCHEDULER, kv_cache=config)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_of_blocks_is_refused_by_name(make, ring):
+    config = kv_cache_config(["a"], ["b"])
+    config.kv_cache_groups[1].kv_cache_spec = ring(
+        **{
+            field.name: getattr(WINDOW, field.name)
+            for field in dataclasses.fields(ring)
+            if hasattr(WINDOW, field.name)
+        }
+    )
+    with pytest.raises(ValueError, match=rf"group 1 \({ring.__name__}; layer 'b'\) .* know how"):
+        make(SCHEDULER, kv_cache=config)
+
+
+# ---- what cannot be preserved at all ----
+
+
+def test_a_model_with_states_is_preserved(make, log):
+    made = make(SCHEDULER, kv_cache=kv_cache_config(["a"], ["b"], spec=[SPEC, STATES]))
+    assert not log.warnings
+    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    assert made.update_state_before_preempt(request, ([1], [2]), 16)
+
+
+def test_states_that_drafts_may_have_passed_are_warned_of_at_the_start(make, log):
+    made = make(
+        SCHEDULER,
+        kv_cache=kv_cache_config(["a"], ["b"], spec=[SPEC, STATES]),
+        speculative=True,
+    )
+    (warning,) = log.warnings
+    assert "No preempted request will be preserved" in warning
+    assert "with speculative decoding, the states" in warning
+    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    assert not made.update_state_before_preempt(request, ([1], [2]), 16)
+
+
+@pytest.mark.parametrize(
+    ("specs", "second_runner", "warned"),
+    [([SPEC, STATES], "1", True), ([SPEC, STATES], "0", False), ([SPEC, SPEC], "1", False)],
+)
+def test_blocks_zeroed_before_they_are_stored_are_warned_of_at_the_start(
+    vllm_config, log, monkeypatch, specs, second_runner, warned
+):
+    config = vllm_config()
+    # A config made with it would ask for Triton.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
+    kv_cache = kv_cache_config(["a"], ["b"], spec=specs)
+    KVConnectorFactory.create_connector(config, SCHEDULER, kv_cache)
+    assert bool(log.warnings) is warned
+    if warned:
+        (warning,) = log.warnings
+        assert "Set VLLM_USE_V2_MODEL_RUNNER=0" in warning
 
 
 # ---- which scheduler will run ----

@@ -312,16 +312,19 @@ def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, spe
     _, second = preempt_one(driver)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     driver.loads_ok = False
+    driver.hold_loads = True
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
     if reset:
-        driver.hold_loads = True
-        driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
         assert driver.connector.reset_cache() is False
-        driver.hold_loads = False
-    driver.step_until(second.is_finished)
-    assert driver.offload.stats.restored == 1
+    driver.hold_loads = False
+    num_tokens = second.num_tokens
+    driver.step()
     if policy == "recompute":
+        assert driver.step().num_scheduled_tokens == {"second": num_tokens}
+        driver.step_until(second.is_finished)
         assert len(second.output_token_ids) == 60
     else:
+        assert second.is_finished()
         assert driver.outputs["second"][-1].finish_reason == FinishReason.ERROR
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()
@@ -367,12 +370,21 @@ def test_no_block_of_a_restored_request_is_in_two_groups(drive):
 
 
 def test_requests_that_are_restored_leave_room_for_the_drafts_of_one(drive):
-    """Two requests of two blocks each would hold all four, and both need a third for drafts."""
-    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=5, drafts=4)
-    requests = [driver.add(name, 20, first=i, max_tokens=11) for i, name in enumerate("abc")]
-    driver.step_until(lambda: all(map(Request.is_finished, requests)))
-    assert driver.offload.stats.restored
-    assert [len(request.output_token_ids) for request in requests] == [11] * 3
+    """Two requests of four blocks each would hold all eight, and both need a fifth to run."""
+    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=9, drafts=4)
+    driver.add("first", 17, first=1)
+    second, third = (driver.add(name, n, first=n) for name, n in (("second", 22), ("third", 55)))
+    driver.step_until(lambda: third.num_preemptions)
+    driver.step_until(lambda: second.num_preemptions)
+    driver.step()
+    for request in (second, third):
+        # With the next token and four drafts it would be more than 64.
+        assert driver.offload.table.status(request.request_id) == ("Ready", 60)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    for request in (second, third):
+        driver.step_until(request.is_finished)
+        assert len(request.output_token_ids) == 60
+    assert driver.offload.stats.restored >= 2
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()
 
