@@ -202,10 +202,10 @@ def test_the_async_name_is_always_async(drive):
 # ---- preserving ----
 
 
-def preempt_one(driver, names=("first", "second")):
+def preempt_one(driver, names=("first", "second"), num_tokens=40):
     """Runs two requests until the second is preempted; 7 blocks hold both no longer."""
-    first = driver.add(names[0], 40, first=1)
-    second = driver.add(names[1], 40, first=2)
+    first = driver.add(names[0], num_tokens, first=1)
+    second = driver.add(names[1], num_tokens, first=2)
     driver.step_until(lambda: second.num_preemptions)
     return first, second
 
@@ -300,16 +300,22 @@ def test_a_failed_store_is_recomputed(drive, log):
     assert "Storing request second failed" in log.text
 
 
-@pytest.mark.parametrize("specs", [(SPEC,), (SPEC, SPEC)], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    ("specs", "num_blocks"),
+    [((SPEC,), 8), ((SPEC, SPEC), 15), ((WINDOW,), 6)],
+    ids=["one group", "two groups", "a window"],
+)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("reset", [False, True], ids=["", "after a reset"])
-def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(drive, specs, policy, reset):
+def test_a_failed_load_is_computed_again_or_fails_whatever_the_groups(
+    drive, specs, num_blocks, policy, reset
+):
     driver = drive(
-        num_blocks=1 + 7 * len(specs),
+        num_blocks=num_blocks,
         specs=specs,
         transfer={"kv_load_failure_policy": policy},
     )
-    _, second = preempt_one(driver)
+    _, second = preempt_one(driver, num_tokens=20)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     driver.loads_ok = False
     driver.hold_loads = True
@@ -431,14 +437,21 @@ def test_of_somebody_elses_scheduler_all_is_restored_that_has_no_hits(drive):
     assert len(second.output_token_ids) == 60
 
 
-def test_of_somebody_elses_scheduler_a_load_that_it_cannot_do_without_ends_the_engine(drive):
+@pytest.mark.parametrize(
+    ("specs", "num_blocks"),
+    [((SPEC, SPEC), 15), ((WINDOW,), 6)],
+    ids=["two groups", "a window"],
+)
+def test_of_somebody_elses_scheduler_a_load_that_it_cannot_do_without_ends_the_engine(
+    drive, specs, num_blocks
+):
     driver = drive(
-        num_blocks=15,
-        specs=(SPEC, SPEC),
+        num_blocks=num_blocks,
+        specs=specs,
         scheduler_cls=Asking,
         transfer={"kv_load_failure_policy": "recompute"},
     )
-    _, second = preempt_one(driver)
+    _, second = preempt_one(driver, num_tokens=20)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     driver.loads_ok = False
     if compat.loads_fail_by_request():
