@@ -223,6 +223,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether copies are under way; the engine must go on stepping."""
         return self._scheduler.has_pending_transfers()
 
+    def restored_requests(self) -> frozenset[str]:
+        """Requests whose load is through, but which have not run since."""
+        return self._scheduler.restored_requests()
+
     def take_unloaded_requests(self) -> list[str]:
         """Requests whose loads have failed since the last call."""
         return self._scheduler.take_unloaded_requests()

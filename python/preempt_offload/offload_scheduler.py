@@ -121,6 +121,7 @@ class OffloadScheduler:
         """
         self._no_op_advice = None
         request_id = request.request_id
+        self._landed.discard(request_id)
         if num_computed_tokens <= 0:
             return False
         if not self._preserves:
@@ -174,6 +175,10 @@ class OffloadScheduler:
         """Whether the request's KV is on the host, or on its way there, to be restored."""
         status = self.table.status(request_id)
         return status is not None and status[0] in ("Storing", "Ready")
+
+    def restored_requests(self) -> frozenset[str]:
+        """Requests whose load is through, but which have not run since."""
+        return frozenset(self._landed)
 
     def has_pending_transfers(self) -> bool:
         """Whether copies are planned or under way; the engine must go on stepping."""

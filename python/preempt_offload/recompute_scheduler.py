@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
@@ -65,6 +66,35 @@ class RecomputeScheduler(Scheduler):
         # Requests that go back to the proxy once no step of theirs is under way.
         self._unpreserved: list[Request] = []
         self._dropping_kv = False
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Also sees to it that restored requests do not keep each other from running."""
+        output = super().schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens == 0 and not self.running:
+            self._end_standoff()
+        return output
+
+    def _end_standoff(self) -> None:
+        """Preempts a restored request that waits, if nothing else can go on.
+
+        Such requests hold device blocks. vLLM keeps the blocks free that their next step needs,
+        but not always enough of them; if it admits one too many, none of them can run, and what
+        does not run is not preempted either.
+        """
+        if self._offload is None or self._offload.has_pending_transfers():
+            return
+        restored = self._offload.restored_requests()
+        waiting = itertools.chain(*compat.waiting_queues(self))
+        holders = [r for r in waiting if r.request_id in restored and r.num_computed_tokens > 0]
+        if len(holders) < 2 or self.pause_state != PauseState.UNPAUSED:
+            return
+        request = max(holders, key=lambda request: (request.priority, request.arrival_time))
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            compat.end_wait(self, request)
+        preserved = self._preserve(request)
+        compat.start_again(self, request)
+        if not preserved and self._returns_unpreserved:
+            self._take_back(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         preserved = self._dropping_kv or self._preserve(request)

@@ -219,6 +219,9 @@ class Simulation:
         self._weights += 1
         self._same_weights.clear()
         for request_id, request in self.scheduler.requests.items():
+            if request.is_finished():
+                # Its blocks are held until its load has ended.
+                continue
             tokens = list(request.all_token_ids)
             row = self._workers[0].rows.get(request_id)
             if request_id not in running and row is not None and row.known > len(tokens):

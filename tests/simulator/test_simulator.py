@@ -42,9 +42,13 @@ WORTHWHILE = (
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
+def quiet():
     """What the package says of failed copies and full hosts is expected here."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.CRITICAL)
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -96,7 +100,8 @@ def test_the_shortest_plan_that_fails_is_found():
     shortest = shrink(PLAN, fails, seconds=60)
     (event,) = shortest.events
     assert 7 in event.prompt
-    assert len(event.prompt) < 16
+    assert len(event.prompt) <= 30
+    assert event.max_tokens == 1
     assert shortest.setup == Setup(groups=(Group("window", 4, 8),), num_blocks=34)
 
 
