@@ -17,6 +17,11 @@ class Mutation:
     right: str
     wrong: str
 
+    @property
+    def in_core(self) -> bool:
+        """Whether the Rust core has to be built for it."""
+        return self.file.startswith("rust/")
+
 
 _SCHEDULER = "python/preempt_offload/offload_scheduler.py"
 _WORKER = "python/preempt_offload/offload_worker.py"
@@ -231,10 +236,10 @@ MUTATIONS = (
         "        claimed.clear()\n",
     ),
     Mutation(
-        "leave no room for drafts",
-        _COMPAT,
-        "    step_tokens = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens\n",
-        "    step_tokens = 0\n",
+        "leave restored requests that hold all blocks to themselves",
+        _RECOMPUTE,
+        "            self._end_standoff()\n",
+        "            pass\n",
     ),
     # ---- the core: requests ----
     Mutation(
