@@ -57,7 +57,6 @@ __all__ = [
     "state_groups",
     "transfer_params",
     "uncomputed_cached_blocks",
-    "unreserved_draft_blocks",
     "waiting_queues",
     "why_unpreservable",
 ]
@@ -255,20 +254,6 @@ def transfer_params(freed: Any) -> dict[str, Any]:
     if isinstance(freed, tuple):
         return dict(zip(("kv_transfer_params", "ec_transfer_params"), freed, strict=True))
     return {"kv_transfer_params": freed}
-
-
-def unreserved_draft_blocks(scheduler: Scheduler) -> int:
-    """Device blocks for one step's drafts that vLLM does not keep free for restored requests.
-
-    A request being restored holds blocks and cannot be preempted. Before it admits one, vLLM
-    0.23 keeps free what the others still need for their known tokens, but not what their next
-    step needs for drafts; then all may hold blocks and none has enough of them to run.
-    """
-    if hasattr(scheduler, "_spec_decode_step_blocks") or not scheduler.num_spec_tokens:
-        return 0
-    step_tokens = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    return sum(-(-step_tokens // manager.block_size) for manager in managers)
 
 
 # ---- the block manager ----

@@ -105,10 +105,6 @@ class RecomputeScheduler(Scheduler):
         if not preserved and self._returns_unpreserved:
             self._take_back(request)
 
-    def _inflight_prefill_reserved_blocks(self, *args: Any) -> int:
-        reserved: int = super()._inflight_prefill_reserved_blocks(*args)
-        return reserved + compat.unreserved_draft_blocks(self)
-
     def _take_back(self, request: Request) -> None:
         """Takes a preempted request out of the queues, to be returned to the proxy."""
         compat.dequeue(self, request)

@@ -375,22 +375,25 @@ def test_no_block_of_a_restored_request_is_in_two_groups(drive):
     driver.assert_all_back()
 
 
-def test_requests_that_are_restored_leave_room_for_the_drafts_of_one(drive):
-    """Two requests of four blocks each would hold all eight, and both need a fifth to run."""
-    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=9, drafts=4)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_restored_requests_that_hold_all_blocks_do_not_keep_each_other_from_running(drive, policy):
+    """Two of four blocks each are restored into eight, and for their drafts both need a fifth."""
+    driver = drive(
+        {"offload_host_memory_ratio": 4}, num_blocks=9, drafts=4, scheduling_policy=policy
+    )
     driver.add("first", 17, first=1)
     second, third = (driver.add(name, n, first=n) for name, n in (("second", 22), ("third", 55)))
-    driver.step_until(lambda: third.num_preemptions)
-    driver.step_until(lambda: second.num_preemptions)
-    driver.step()
-    for request in (second, third):
-        # With the next token and four drafts it would be more than 64.
-        assert driver.offload.table.status(request.request_id) == ("Ready", 60)
+    driver.step_until(lambda: third.num_preemptions and second.num_preemptions)
     driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
-    for request in (second, third):
+    requests = (second, third)
+    for request in requests:
         driver.step_until(request.is_finished)
         assert len(request.output_token_ids) == 60
-    assert driver.offload.stats.restored >= 2
+    # Newer vLLM keeps room for the drafts of one; else one of them was preempted waiting.
+    stats, preemptions = driver.offload.stats, sum(r.num_preemptions for r in requests)
+    if not hasattr(driver.scheduler, "_spec_decode_step_blocks"):
+        assert stats.preserved > preemptions
+    assert stats.restored >= len(requests)
     driver.step_until(lambda: not driver.scheduler.has_requests())
     driver.assert_all_back()
 

@@ -106,7 +106,8 @@ MUTATIONS = (
     Mutation(
         "go on waiting for a restored request that runs",
         _SCHEDULER,
-        "        self._landed.discard(request_id)\n        status = self.table.status(request_id)\n",
+        "        self._landed.discard(request_id)\n"
+        "        status = self.table.status(request_id)\n",
         "        status = self.table.status(request_id)\n",
     ),
     Mutation(
