@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from preempt_offload import compat
 
 if TYPE_CHECKING:
@@ -59,6 +61,14 @@ def check_host(offload: OffloadScheduler, live: set[str], *, share: bool) -> Non
         f"{len(owned)} host blocks owned, {pool.num_free} free and {pool.num_evictable} "
         f"evictable of {pool.capacity}"
     )
+
+
+def check_restored(scheduler: Scheduler, offload: OffloadScheduler) -> None:
+    """Whoever has been restored and has not run since is waiting."""
+    for request_id in offload.restored_requests():
+        assert request_id in scheduler.requests, f"{request_id} is gone, but restored still"
+        request = scheduler.requests[request_id]
+        assert request.status != RequestStatus.RUNNING, f"{request_id} runs, and is waited for"
 
 
 def check_nothing_left(scheduler: Scheduler, offload: OffloadScheduler) -> None:

@@ -41,7 +41,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from preempt_offload import compat, plugin, tiny_model
 from preempt_offload.recompute_scheduler import STOP_REASON, RecomputeScheduler
 
-from .accounts import check_device, check_host, check_nothing_left
+from .accounts import check_device, check_host, check_nothing_left, check_restored
 from .language import Sentence
 from .plan import MAX_LENGTH, Abort, Add, Reset, Steps
 from .worker import Worker
@@ -242,6 +242,7 @@ class Simulation:
         live = set(self.scheduler.requests)
         check_device(self.scheduler)
         check_host(self.offload, live, share=self._setup.share)
+        check_restored(self.scheduler, self.offload)
         self._aborts.clear()
 
     def _step_with_queue(self) -> None:

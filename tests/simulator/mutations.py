@@ -319,9 +319,9 @@ MUTATIONS = (
         "|s| (s & INDEXED != 0 && s & ENDING == 0).then_some(s),",
     ),
     Mutation(
-        "find evicted blocks",
+        "lose count of the blocks that can be evicted",
         _POOL,
-        "            taken.iter().for_each(|&id| index.remove(id));\n",
+        "        index.evictable.fetch_add(1, Ordering::AcqRel);\n",
         "",
     ),
     Mutation(

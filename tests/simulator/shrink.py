@@ -46,7 +46,7 @@ def _simpler_setups(setup: Setup) -> Iterator[Setup]:
     if len(setup.groups) > 1:
         for i in range(len(setup.groups)):
             yield dataclasses.replace(setup, groups=setup.groups[:i] + setup.groups[i + 1 :])
-    plain = Setup()
+    plain = Setup(delay=0)
     for field in dataclasses.fields(Setup):
         default, value = getattr(plain, field.name), getattr(setup, field.name)
         if field.name not in ("groups", "num_blocks") and value != default:

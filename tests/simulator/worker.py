@@ -104,6 +104,13 @@ class _Cache:
         else:
             self._step_attention(name, row, tags, num_tokens, good)
 
+    def scribble(self, row: _Row, num_tokens: int) -> None:
+        """Overwrites the slots of the step's tokens."""
+        if self.group.kind != "state":
+            positions = slice(row.computed, row.computed + num_tokens)
+            blocks = row.tables[self._index][self._block_of[positions]]
+            self._slots[blocks * self._tokens + self._offset_of[positions]] = GARBAGE
+
     def _step_attention(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
     ) -> None:
@@ -219,6 +226,7 @@ class Worker:
             # It updates its rows first; that it may call twice was reported of vLLM-Ascend's.
             self._update_rows(output)
             connector.handle_preemptions(metadata)
+            self._scribble(output)
             connector.handle_preemptions(metadata)
         else:
             connector.handle_preemptions(metadata)
@@ -290,6 +298,12 @@ class Worker:
             raise WrongKV(f"{request_id} begins with tokens that are not its own: {tokens}")
         tables = [np.asarray(table, np.int64) for table in blocks]
         self.rows[request_id] = _Row(tables, len(tokens), computed)
+
+    def _scribble(self, output: SchedulerOutput) -> None:
+        """Overwrites what the forward is going to write, as something before it may."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            for cache in self._caches:
+                cache.scribble(self.rows[request_id], num_tokens)
 
     def _forward(self, request_id: str, num_tokens: int, output: SchedulerOutput) -> list[int]:
         row, sentence = self.rows[request_id], self._sentences[request_id]
