@@ -113,6 +113,8 @@ class Engine:
                 "kv_transfer_config": transfer,
             } | engine_args
         defaults = {
+            "dtype": "float32",
+            "block_size": BLOCK,
             "async_scheduling": False,
             "enable_prefix_caching": False,
             "max_model_len": 512,
@@ -122,9 +124,7 @@ class Engine:
         self._llm = LLM(
             str(model),
             skip_tokenizer_init=True,
-            dtype="float32",
             enforce_eager=True,
-            block_size=BLOCK,
             num_gpu_blocks_override=num_blocks,
             disable_log_stats=True,
             worker_extension_cls="in_worker.InWorker",

@@ -11,18 +11,20 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def undisturbed_engine(model):
+def undisturbed_engine(model, **engine_args):
     """Yields a function from jobs to the tokens they get when nothing is ever preempted."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(model,)) as process:
+    with ProcessPoolExecutor(
+        1, spawn, initializer=_start, initargs=(model, engine_args)
+    ) as process:
         yield functools.cache(lambda all_jobs: process.submit(_run, all_jobs).result())
 
 
-def _start(model):
+def _start(model, engine_args):
     global _engine
     from harness import Engine
 
-    _engine = Engine(model, 600, max_model_len=1024)
+    _engine = Engine(model, 600, **{"max_model_len": 1024} | engine_args)
 
 
 def _run(all_jobs):
