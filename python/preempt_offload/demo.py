@@ -27,7 +27,8 @@ import numpy as np
 
 from preempt_offload import tiny_model
 
-BLOCK_TOKENS = 16
+# The CPU engines of newer vLLM take multiples of 32 only.
+BLOCK_TOKENS = 32
 PROMPT_TOKENS = range(100, 201)
 OUTPUT_TOKENS = 384
 # What the small KV cache holds of all that the requests need at their end.
