@@ -291,10 +291,10 @@ def loads_fail_by_block(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def claim_hits_first(manager: KVCacheManager) -> None:
-    """Makes this manager claim them first, if vLLM does not."""
-    if hits_are_claimed_first():
-        return
+    """Makes this manager claim them first, if vLLM does not and it has several groups."""
     coordinator, pool = manager.coordinator, manager.block_pool
+    if hits_are_claimed_first() or len(coordinator.single_type_managers) == 1:
+        return
     allocate = coordinator.allocate_new_computed_blocks
 
     def claim_and_allocate(

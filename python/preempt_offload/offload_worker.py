@@ -124,7 +124,7 @@ class OffloadWorker:
         None where vLLM could not recover from that; see ``compat.loads_fail_by_block``.
         """
         unloaded, self._unloaded = self._unloaded, []
-        if not compat.loads_fail_by_block(self._kv_cache_config):
+        if not unloaded or not compat.loads_fail_by_block(self._kv_cache_config):
             return set()
         return {
             block

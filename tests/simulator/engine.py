@@ -284,14 +284,14 @@ class Simulation:
             self._finish(self._requests.pop(request_id))
 
     def _finish(self, request: Request) -> None:
-        request_id, self_add = request.request_id, self._adds.pop(request.request_id)
+        request_id, add = request.request_id, self._adds.pop(request.request_id)
         reason = request.status
         self.happened[f"{reason.name.lower()}"] += 1
         tokens = list(request.output_token_ids)
         delivered = self._delivered.pop(request_id)
         if delivered != tokens and reason != RequestStatus.FINISHED_ABORTED:
             raise Wrong(f"{request_id} has {tokens}, but delivered was {delivered}")
-        start = len(self_add.prompt)
+        start = len(add.prompt)
         if request_id in self._same_weights:
             right = self._sentences[request_id].said(start, start + len(tokens))
             if right != tokens:
@@ -299,10 +299,10 @@ class Simulation:
         if reason == RequestStatus.FINISHED_STOPPED:
             returned = request.stop_reason == STOP_REASON
             assert returned <= (self._setup.role == "kv_consumer")
-            assert returned or tokens[-1] == self_add.stop_token
+            assert returned or tokens[-1] == add.stop_token
             self.happened["returned to the proxy"] += returned
         elif reason == RequestStatus.FINISHED_LENGTH_CAPPED:
-            assert len(tokens) == self_add.max_tokens
+            assert len(tokens) == add.max_tokens
         else:
             assert reason == RequestStatus.FINISHED_ABORTED, reason
         del self._sentences[request_id]
