@@ -66,31 +66,45 @@ class RecomputeScheduler(Scheduler):
         # Requests that go back to the proxy once no step of theirs is under way.
         self._unpreserved: list[Request] = []
         self._dropping_kv = False
+        # Whether the last step could do nothing.
+        self._idle = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Also sees to it that restored requests do not keep each other from running."""
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens == 0 and not self.running:
-            self._end_standoff()
+            # Once can be chance: a step that preempts a request does not admit others.
+            if self._idle:
+                self._end_standoff()
+            self._idle = not self._idle
+        else:
+            self._idle = False
         return output
 
     def _end_standoff(self) -> None:
         """Preempts a restored request that waits, if nothing else can go on.
 
         Such requests hold device blocks. vLLM keeps the blocks free that their next step needs,
-        but not always enough of them; if it admits one too many, none of them can run, and what
-        does not run is not preempted either.
+        but not always enough of them; if one that needs more than are left comes before them,
+        none of them can run, and what does not run is not preempted either.
         """
         if self._offload is None or self._offload.has_pending_transfers():
             return
+        waiting = list(itertools.chain(*compat.waiting_queues(self)))
+        if len(waiting) < 2 or self.pause_state != PauseState.UNPAUSED:
+            return
+        for request in waiting:
+            if (
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request.request_id in self.finished_recving_kv_req_ids
+            ):
+                # If its load has failed, it gives up its blocks by that.
+                compat.end_wait(self, request)
         restored = self._offload.restored_requests()
-        waiting = itertools.chain(*compat.waiting_queues(self))
         holders = [r for r in waiting if r.request_id in restored and r.num_computed_tokens > 0]
-        if len(holders) < 2 or self.pause_state != PauseState.UNPAUSED:
+        if not holders:
             return
         request = max(holders, key=lambda request: (request.priority, request.arrival_time))
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            compat.end_wait(self, request)
         preserved = self._preserve(request)
         compat.start_again(self, request)
         if not preserved and self._returns_unpreserved:

@@ -7,6 +7,7 @@ fifty faults are not.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -119,20 +120,24 @@ def _simulate(package: Path, most_steps: int, result: Connection) -> None:
 
     logging.disable(logging.CRITICAL)
     from .engine import simulate
-    from .plan import random_plan
+    from .plan import kept_plans, random_plan
 
-    steps = seed = 0
-    start = time.monotonic()
-    # Well before the parent would call it a hang.
-    while steps < most_steps and time.monotonic() - start < SECONDS / 2:
+    plans = itertools.chain(
+        ((f"plan {name}", plan) for name, plan in kept_plans().items()),
+        ((f"seed {seed}", random_plan(seed)) for seed in itertools.count()),
+    )
+    steps, start = 0, time.monotonic()
+    for name, plan in plans:
         try:
-            steps += simulate(random_plan(seed))["steps"]
+            steps += simulate(plan)["steps"]
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1].name
             text = (str(error).splitlines() or [""])[0][:70].replace("|", "/")
-            result.send(f"seed {seed}, {steps:,} steps: {type(error).__name__} in {where}: {text}")
+            result.send(f"{name}, {steps:,} steps: {type(error).__name__} in {where}: {text}")
             return
-        seed += 1
+        # Well before the parent would call it a hang.
+        if steps >= most_steps or time.monotonic() - start >= SECONDS / 2:
+            break
     result.send(None)
 
 

@@ -213,10 +213,10 @@ MUTATIONS = (
         "first = request.num_computed_tokens // single.block_size + 1\n",
     ),
     Mutation(
-        "leave a request that goes back to the proxy in its queue",
+        "return a request to the proxy while a token of it is to come",
         _RECOMPUTE,
-        "        compat.dequeue(self, request)\n        self._unpreserved.append(request)",
-        "        self._unpreserved.append(request)",
+        "            if compat.outputs_under_way(request):\n                # A token",
+        "            if False:\n                # A token",
     ),
     Mutation(
         "let the engine rest while copies are under way",
@@ -241,6 +241,12 @@ MUTATIONS = (
         _RECOMPUTE,
         "            self._end_standoff()\n",
         "            pass\n",
+    ),
+    Mutation(
+        "leave blocks to requests whose load has failed",
+        _RECOMPUTE,
+        "                compat.end_wait(self, request)\n        restored =",
+        "                pass\n        restored =",
     ),
     # ---- the core: requests ----
     Mutation(

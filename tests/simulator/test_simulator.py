@@ -19,7 +19,7 @@ import pytest
 from .engine import simulate
 from .language import Sentence
 from .mutations import MUTATIONS
-from .plan import Add, Group, Plan, Reset, Setup, Steps, random_plan
+from .plan import Add, Group, Plan, Reset, Setup, Steps, kept_plans, random_plan
 from .shrink import shrink
 
 PARTS = 4
@@ -65,6 +65,11 @@ def test_every_slot_of_random_engines(part, record_property):
     record_property("simulated", dict(happened))
     missing = [what for what in WORTHWHILE if not happened[what]]
     assert not missing, f"never happened in {happened['steps']} steps: {missing}"
+
+
+@pytest.mark.parametrize("name", kept_plans())
+def test_every_slot_of_engines_that_are_kept(name):
+    assert simulate(kept_plans()[name])["restored"]
 
 
 PLAN = Plan(
