@@ -9,7 +9,11 @@ from engine_support import BLOCK_SIZE, SPEC, WINDOW, kv_cache_config
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -36,15 +40,19 @@ class Driver:
     def __init__(self, config, num_blocks, scheduler_cls=None, specs=(SPEC,)):
         init_none_hash(sha256)
         groups = [[f"layer.{i}"] for i in range(len(specs))]
+        kv_cache = kv_cache_config(*groups, num_blocks=num_blocks, spec=list(specs))
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
         self.scheduler = (scheduler_cls or config.scheduler_config.get_scheduler_cls())(
             vllm_config=config,
-            kv_cache_config=kv_cache_config(*groups, num_blocks=num_blocks, spec=list(specs)),
+            kv_cache_config=kv_cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
         )
+        self.num_ranks = config.parallel_config.world_size
         self.manager = self.scheduler.kv_cache_manager
         self.connector = self.scheduler.connector
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self.hasher = get_request_block_hasher(hash_block_size, sha256)
         self.outputs = {}
         self.stores_ok = True
         self.hold_loads = False
@@ -52,10 +60,12 @@ class Driver:
         self._held = set()
         self._steps = itertools.count(100)
 
-    def add(self, request_id, num_tokens, *, first=0, priority=0, max_tokens=60, **options):
+    def add(
+        self, request_id, num_tokens, *, first=0, tail=(), priority=0, max_tokens=60, **options
+    ):
         request = Request(
             request_id,
-            [first] * num_tokens,
+            [first] * num_tokens + [*tail],
             SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             None,
             priority=priority,
@@ -85,7 +95,7 @@ class Driver:
         """The workers and the model carry out ``output``; returns what they report."""
         meta, stores = output.kv_connector_metadata, {}
         if meta is not None and meta.store_event is not None:
-            stores = {meta.store_event: {0: self.stores_ok}}
+            stores = {meta.store_event: dict.fromkeys(range(self.num_ranks), self.stores_ok)}
         self._held |= set(meta.load_requests) if meta is not None else set()
         loaded = set() if self.hold_loads else self._held.copy()
         self._held -= loaded
@@ -151,10 +161,18 @@ class Driver:
 @pytest.fixture
 def drive(vllm_config):
     def drive(
-        extra=None, *, num_blocks=8, scheduler_cls=None, specs=(SPEC,), drafts=0, **config_args
+        extra=None,
+        *,
+        num_blocks=8,
+        scheduler_cls=None,
+        specs=(SPEC,),
+        drafts=0,
+        ranks=None,
+        **config_args,
     ):
         config_args = {"enable_prefix_caching": False} | config_args
         config = vllm_config(extra, num_device_blocks=num_blocks, **config_args)
+        vars(config.parallel_config).update(ranks or {})
         if drafts:
             # Its checks need a model to draft with.
             config.speculative_config = speculative = object.__new__(SpeculativeConfig)
@@ -753,3 +771,84 @@ def test_a_victim_that_an_older_step_ends_is_gone_from_every_queue(drive):
         driver.update(output, report)
     driver.step_until(lambda: not scheduler.has_requests())
     driver.assert_all_back()
+
+
+# ---- context parallelism ----
+
+
+@pytest.fixture(
+    params=[(2, 1), (1, 2), (2, 2), (4, 1)], ids=lambda size: "dcp{}-pcp{}".format(*size)
+)
+def spread(request, drive):
+    """Makes a driver whose blocks are spread over ranks; also the tokens of such a block."""
+    dcp, pcp = request.param
+
+    def spread(extra=None, **config_args):
+        driver = drive(
+            extra,
+            ranks={
+                "decode_context_parallel_size": dcp,
+                "prefill_context_parallel_size": pcp,
+                "world_size": dcp * pcp,
+            },
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            **config_args,
+        )
+        tokens = driver.manager.coordinator.single_type_managers[0].block_size
+        assert tokens in (BLOCK_SIZE * dcp, BLOCK_SIZE * dcp * pcp)
+        return driver, tokens
+
+    return spread
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_blocks_spread_over_ranks_come_back_where_they_belong(spread, prefix_caching):
+    driver, tokens = spread(enable_prefix_caching=prefix_caching)
+    first = driver.add("first", 2 * tokens + tokens // 2, first=1, max_tokens=tokens)
+    second = driver.add("second", 3 * tokens + tokens // 2, first=2, max_tokens=tokens)
+    scheduled = 0
+    store = load = None
+    while not second.is_finished():
+        held = driver.manager.get_block_ids("second")[0]
+        output = driver.schedule()
+        scheduled += output.num_scheduled_tokens.get("second", 0)
+        meta = output.kv_connector_metadata
+        if meta.store_event is not None:
+            assert store is None
+            store, computed = meta.store_pairs, second.num_tokens - 1
+            num_stored = -(-computed // tokens)
+            assert store[:, 1].tolist() == held[:num_stored]
+        if meta.load_requests:
+            load = meta.load_pairs
+            local = num_stored - len(load)
+            assert (
+                load[:, 1].tolist() == driver.manager.get_block_ids("second")[0][local:num_stored]
+            )
+            assert load[:, 2].tolist() == store[local:, 2].tolist()
+        driver.update(output, driver.execute(output))
+    assert load is not None
+    assert scheduled == second.num_tokens - 1
+    assert first.is_finished() and first.num_preemptions == 0
+    driver.step_until(lambda: not driver.scheduler.has_finished_requests())
+    driver.assert_all_back()
+
+
+def test_requests_share_spread_blocks_that_are_equal_on_all_ranks(spread):
+    driver, tokens = spread({"enable_offload_prefix_caching": True}, num_blocks=20)
+    # The third differs from the others in what the last of the ranks has of the second block.
+    common = {"first": 2 * tokens, "second": 2 * tokens, "third": 2 * tokens - 1}
+    requests = [
+        driver.add(name, num_tokens, first=7, tail=[i] * tokens)
+        for i, (name, num_tokens) in enumerate(common.items())
+    ]
+    driver.step()
+    shared = [0]
+    for request in requests:
+        block_ids = driver.manager.get_block_ids(request.request_id)
+        assert driver.connector.update_state_before_preempt(
+            request, block_ids, request.num_computed_tokens
+        )
+        driver.step()
+        shared.append(driver.offload.stats.shared_blocks)
+    assert shared == [0, 0, 2, 3]
