@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_support import (
+    BACKEND_CASES,
     BLOCK_SIZE,
     CASES,
     HEAD_SIZE,
@@ -212,7 +213,7 @@ PLUG_INS = [
     keys_and_values_first,
     a_stage_without_layers_of_a_group,
 ]
-EVERYTHING = CASES + [pytest.param(make, id=make.__name__) for make in PLUG_INS]
+EVERYTHING = [*CASES, *BACKEND_CASES] + [pytest.param(make, id=make.__name__) for make in PLUG_INS]
 
 
 class Storages:
@@ -247,10 +248,8 @@ class Storages:
         for part in self.groups[group]:
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[part.element_size()]
             part = part.view(integers)
-            if part.shape[0] == 2:
-                part[:, block] = -1
-            else:
-                part.unflatten(0, (self.num_blocks, -1))[block] = -1
+            dim = 1 if part.shape[0] == 2 else 0
+            part.unflatten(dim, (self.num_blocks, -1)).select(dim, block).fill_(-1)
         places = np.flatnonzero(self.read())
         self.write(before)
         return places

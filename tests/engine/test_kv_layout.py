@@ -5,6 +5,7 @@ from math import prod
 import pytest
 import torch
 from engine_support import (
+    BACKEND_CASES,
     BLOCK_SIZE,
     CASES,
     HEAD_SIZE,
@@ -430,7 +431,7 @@ def test_a_strided_view_that_ends_before_its_storage_stays_inside():
 # ---- what vLLM allocates ----
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + BACKEND_CASES)
 def test_the_budget_of_a_host_block_is_what_is_allocated_for_it(case):
     config, caches = case.make(N)
     layout = CacheLayout.of(caches, config)
