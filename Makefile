@@ -2,6 +2,7 @@
 # make test    everything: check, loom, stress, and on each supported vLLM a million steps of the
 #              simulator and the end-to-end tests
 # make demo    the same requests three ways on a real engine, and a table of what happened
+# make docs-table  puts what the end-to-end tests have recorded into the table of docs/models.md
 # make bench   criterion benches of the Rust core
 #
 # The simulator by itself, on vLLM VLLM=0.23.0 (or another one):
@@ -39,7 +40,7 @@ SECONDS := 3600
 export PREEMPT_OFFLOAD_SIMULATED_STEPS ?= 125000
 
 .PHONY: check format lint rust-test python-test loom stress e2e test demo bench lock clean
-.PHONY: simulator simulate soak mutations
+.PHONY: simulator simulate soak mutations docs-table
 
 check: lint rust-test python-test
 
@@ -74,6 +75,9 @@ e2e-%: .venv/vllm-%/.installed
 	$(PART) "with the real vLLM $*" env OMP_NUM_THREADS=1 \
 		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
 		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
+
+docs-table:
+	$(PYTHON) tests/e2e/docs_table.py
 
 simulator: $(VLLM_VERSIONS:%=simulator-%)
 

@@ -40,6 +40,7 @@ class Kind:
         embedding_std: Standard deviation of the embeddings.
         remember: Values for vectors that decide how far back a layer looks, by the end of
             their names: the bounds of a uniform distribution.
+        unused: Vectors, with their lengths, that some vLLM wants to find and does not use.
     """
 
     config: str
@@ -47,6 +48,7 @@ class Kind:
     dtype: torch.dtype = torch.float32
     embedding_std: float = 1
     remember: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    unused: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path, *, seed: int = 0) -> Path:
         """Writes a checkpoint of this kind into ``folder`` and returns it."""
@@ -63,11 +65,38 @@ class Kind:
                     is_embedding = "embed_tokens" in name
                     std = self.embedding_std if is_embedding else 2 / fan_in**0.5
                     weight.normal_(0, std, generator=generator)
-        model.save_pretrained(folder)
+        unused = {
+            name: torch.ones(length, dtype=self.dtype) for name, length in self.unused.items()
+        }
+        model.save_pretrained(folder, state_dict=model.state_dict() | unused)
         return folder
 
 
 KINDS = {
+    "fp8": Kind("LlamaConfig", {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32}),
+    "shared-layers": Kind(
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            # The last two layers use the KV of the two before.
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "tie_word_embeddings": True,
+        },
+        # So small that what a token says of itself does not decide which comes next.
+        embedding_std=0.01,
+        # Which makes the logits small, too.
+        remember={"model.norm.weight": (20, 20)},
+        unused={f"model.layers.{i}.self_attn.k_norm.weight": 32 for i in (4, 5)},
+    ),
     "sliding-window": Kind(
         "Gemma3TextConfig",
         {

@@ -1,5 +1,7 @@
 import pytest
+import vllm
 
+import docs_table
 from preempt_offload import tiny_model
 from reference import undisturbed_engine
 
@@ -20,32 +22,54 @@ def undisturbed(model):
 
 @pytest.fixture
 def record(request):
-    """Puts an outcome into the table that ends the test run."""
+    """Notes an outcome for the table that ends the test run.
 
-    def row(outcome, all_jobs):
-        cells = (
-            len(all_jobs),
-            len(outcome.preemptions),
-            outcome.restored_tokens,
-            outcome.recomputed_tokens,
-            outcome.stats.not_preserved if outcome.stats else "",
-            f"{outcome.bytes_stored / 2**20:.2f} MiB",
-            f"{outcome.bytes_loaded / 2**20:.2f} MiB",
-        )
-        request.node.user_properties.append(("row", cells))
+    With a kind of model or request and a mode it is a cell of the table in ``docs/models.md``,
+    too; see ``docs_table.py``.
+    """
+
+    def row(outcome, all_jobs, *, kind=None, mode=None, async_scheduling=False):
+        cell = {
+            "jobs": len(all_jobs),
+            "preempted": len(outcome.preemptions),
+            "restored tokens": outcome.restored_tokens,
+            "recomputed tokens": outcome.recomputed_tokens,
+            "fallbacks": outcome.stats.not_preserved if outcome.stats else "",
+            "D2H": f"{outcome.bytes_stored / 2**20:.2f} MiB",
+            "H2D": f"{outcome.bytes_loaded / 2**20:.2f} MiB",
+        }
+        where = {"kind": kind, "mode": mode, "async": async_scheduling}
+        request.node.user_properties.append(("cell", where | cell))
+
+    return row
+
+
+@pytest.fixture
+def record_refusal(request):
+    """Notes that a kind of model or request does not run in a mode, or in any, and why."""
+
+    def row(kind, mode, reason):
+        where = {"kind": kind, "mode": mode, "refused": reason}
+        request.node.user_properties.append(("cell", where))
 
     return row
 
 
 def pytest_terminal_summary(terminalreporter):
-    rows = [
-        (report.nodeid.split("::", 1)[1], *cells)
+    cells = {
+        report.nodeid: cell
         for report in terminalreporter.stats.get("passed", ())
-        for name, cells in report.user_properties
-        if name == "row"
-    ]
-    if not rows:
+        for name, cell in report.user_properties
+        if name == "cell"
+    }
+    if not cells:
         return
+    docs_table.keep(cells, vllm.__version__)
+    rows = [
+        (test.split("::", 1)[1], *(cell[column] for column in COLUMNS))
+        for test, cell in sorted(cells.items())
+        if "refused" not in cell
+    ]
     terminalreporter.section("what happened on the engine")
-    for row in [("case", *COLUMNS), ("---",) * (len(COLUMNS) + 1), *sorted(rows)]:
+    for row in [("case", *COLUMNS), ("---",) * (len(COLUMNS) + 1), *rows]:
         terminalreporter.write_line("| " + " | ".join(map(str, row)) + " |")

@@ -32,3 +32,13 @@ def _run(all_jobs):
     assert not outcome.preemptions
     assert outcome.recomputed_tokens == 0
     return outcome.tokens
+
+
+def failure(model, all_jobs, engine_args):
+    """What an engine says that is to run jobs and cannot, or ``None``."""
+    try:
+        _start(model, engine_args)
+        _engine.run(all_jobs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

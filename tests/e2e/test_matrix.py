@@ -18,6 +18,7 @@ MODES = [
     (True, True, True, True),
 ]
 NAMES = ("async", "prefix", "share", "producer")
+TITLES = ("prefix caching", "shared host blocks", "role `kv_producer`")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,9 @@ def test_outputs_equal_those_of_a_run_never_preempted(
     ) as engine:
         in_flight = engine.preempts_in_flight
         outcome = engine.run(JOBS)
-    record(outcome, JOBS)
+    on = [title for title, on in zip(TITLES, (prefix_caching, share, producer), strict=True) if on]
+    mode = ", ".join(on) or "no prefix caching"
+    record(outcome, JOBS, kind="dense", mode=mode, async_scheduling=async_scheduling)
     assert outcome.tokens == undisturbed(JOBS)
     assert all(reason == "length" for reason in outcome.finish_reasons.values())
 

@@ -50,7 +50,7 @@ def reports(engine, monkeypatch):
 
 def test_outputs_of_two_workers_equal_those_of_one(engine, undisturbed, record, reports):
     outcome = engine.run(CROWD)
-    record(outcome, CROWD)
+    record(outcome, CROWD, kind="dense", mode="TP=2", async_scheduling=engine.is_async)
     assert outcome.tokens == undisturbed(CROWD)
     assert len(outcome.preemptions) >= 5
     assert outcome.restored_tokens > 0
