@@ -2,7 +2,7 @@
 
 vLLM finds the connector by name (``"kv_connector": "PreemptOffloadConnector"``, through
 the entry point in ``plugin.py``) or by ``"kv_connector_module_path": "preempt_offload"``,
-and the scheduler by ``--scheduler-cls preempt_offload.RecomputeScheduler``. Those two are
+and the scheduler by ``--scheduler-cls preempt_offload.RecomputeScheduler``. They are
 loaded on first use, so that this package can be imported where there is no vLLM.
 """
 
@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from preempt_offload.connector import PreemptOffloadConnector
+    from preempt_offload.multi_connector import PreemptOffloadMultiConnector
     from preempt_offload.recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
 
 __version__ = version("preempt-offload")
 
-__all__ = ["AsyncRecomputeScheduler", "PreemptOffloadConnector", "RecomputeScheduler"]
+__all__ = [
+    "AsyncRecomputeScheduler",
+    "PreemptOffloadConnector",
+    "PreemptOffloadMultiConnector",
+    "RecomputeScheduler",
+]
 
 _HOMES = {
     "PreemptOffloadConnector": "preempt_offload.connector",
+    "PreemptOffloadMultiConnector": "preempt_offload.multi_connector",
     "RecomputeScheduler": "preempt_offload.recompute_scheduler",
     "AsyncRecomputeScheduler": "preempt_offload.recompute_scheduler",
 }

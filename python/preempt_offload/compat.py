@@ -38,7 +38,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "block_bytes",
     "block_tokens",
-    "check_children",
     "check_version",
     "claim_hits_first",
     "current_transfer_config",
@@ -329,21 +328,6 @@ def claim_hits_first(manager: KVCacheManager) -> None:
 # ---- the config ----
 
 
-def check_children(transfer: KVTransferConfig | None) -> None:
-    """Refuses what has no effect inside a child of MultiConnector.
-
-    Raises:
-        ValueError: A child sets ``kv_load_failure_policy``.
-    """
-    children = (transfer.kv_connector_extra_config if transfer else {}).get("connectors", ())
-    for child in children:
-        if "kv_load_failure_policy" in child:
-            raise ValueError(
-                f"kv_load_failure_policy of {child.get('kv_connector')} has no effect inside a "
-                "child of MultiConnector: put it at the top level of --kv-transfer-config"
-            )
-
-
 def current_transfer_config() -> KVTransferConfig | None:
     """The transfer config that the user gave, where vLLM tells; a child only sees its own."""
     from vllm.config import get_current_vllm_config_or_none
@@ -354,10 +338,11 @@ def current_transfer_config() -> KVTransferConfig | None:
 
 def find_offload_connector(connector: Any) -> Any:
     """The connector, or the child of a MultiConnector, that preserves preempted requests."""
-    if hasattr(connector, "update_state_before_preempt"):
-        return connector
     children = getattr(connector, "_connectors", ())
-    return next(filter(None, map(find_offload_connector, children)), None)
+    found = next(filter(None, map(find_offload_connector, children)), None)
+    if found is None and hasattr(connector, "update_state_before_preempt"):
+        return connector
+    return found
 
 
 def recompute_flag() -> str:

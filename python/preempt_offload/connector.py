@@ -18,6 +18,7 @@ from preempt_offload.log import get_logger
 from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.offload_scheduler import OffloadScheduler
 from preempt_offload.offload_worker import OffloadWorker
+from preempt_offload.transfer_config import check_ascend_switch, check_transfer_config
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,10 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_version(vllm.__version__)
-        compat.check_children(compat.current_transfer_config())
+        # In the scheduler's process vLLM may not tell; there the scheduler checks the whole.
+        whole = compat.current_transfer_config() or self._kv_transfer_config
+        check_transfer_config(whole)
+        check_ascend_switch(whole, vllm_config.additional_config)
         config = OffloadConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
         budget = config.budget(

@@ -11,21 +11,25 @@ logger = get_logger(__name__)
 
 NAME = "PreemptOffloadConnector"
 HOME = "preempt_offload.connector"
+MULTI_NAME = "PreemptOffloadMultiConnector"
+MULTI_HOME = "preempt_offload.multi_connector"
 
 
 _our_loader: object = None
 
 
 def register() -> None:
-    """Registers ``PreemptOffloadConnector`` with vLLM's connector factory.
+    """Registers the connectors of this package with vLLM's connector factory.
 
     vLLM may call this several times in one process, and before or after the plugins of
-    others. If another one wants the name, as newer vllm-ascend does, it gets it in either
+    others. If another one wants the name of ours, as newer vllm-ascend does, it gets it in either
     order, and the log says so.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     global _our_loader
+    if MULTI_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(MULTI_NAME, MULTI_HOME, MULTI_NAME)
     loader = KVConnectorFactory._registry.get(NAME)
     if loader is None:
         KVConnectorFactory.register_connector(NAME, HOME, NAME)

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from preempt_offload import compat
 from preempt_offload.log import get_logger
+from preempt_offload.transfer_config import check_transfer_config, doubtful_children
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,7 +51,8 @@ class RecomputeScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        compat.check_children(self.vllm_config.kv_transfer_config)
+        transfer = self.vllm_config.kv_transfer_config
+        check_transfer_config(transfer)
         self._offload = compat.find_offload_connector(self.connector)
         if self._offload is None:
             logger.warning(
@@ -61,7 +63,15 @@ class RecomputeScheduler(Scheduler):
         else:
             compat.claim_hits_first(self.kv_cache_manager)
             self._offload.scheduler_cooperates()
-        transfer = self.vllm_config.kv_transfer_config
+            doubtful = doubtful_children(transfer)
+            # One that has the hook gives preserved requests priority by itself.
+            if doubtful and not hasattr(self.connector, "update_state_before_preempt"):
+                logger.warning(
+                    "%s comes before PreemptOffloadConnector: what it has of a preempted request "
+                    "is loaded instead of what was preserved, and the rest is computed again. Put "
+                    "PreemptOffloadConnector first, or use PreemptOffloadMultiConnector",
+                    " and ".join(doubtful),
+                )
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
         # Requests that go back to the proxy once no step of theirs is under way.
         self._unpreserved: list[Request] = []

@@ -7,7 +7,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-from vllm.config import KVTransferConfig
+from driver import Driver
+from engine_support import SPEC
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
@@ -89,3 +91,30 @@ def vllm_config(model):
         return config
 
     return make
+
+
+@pytest.fixture
+def drive(vllm_config):
+    """Makes a ``Driver`` with the config of an engine."""
+
+    def drive(
+        extra=None,
+        *,
+        num_blocks=8,
+        scheduler_cls=None,
+        specs=(SPEC,),
+        drafts=0,
+        ranks=None,
+        **config_args,
+    ):
+        config_args = {"enable_prefix_caching": False} | config_args
+        config = vllm_config(extra, num_device_blocks=num_blocks, **config_args)
+        vars(config.parallel_config).update(ranks or {})
+        if drafts:
+            # Its checks need a model to draft with.
+            config.speculative_config = speculative = object.__new__(SpeculativeConfig)
+            speculative.method = "draft_model"
+            speculative.num_speculative_tokens = drafts
+        return Driver(config, num_blocks, scheduler_cls, specs)
+
+    return drive
