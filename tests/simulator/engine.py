@@ -109,6 +109,9 @@ class Simulation:
             block_size=block_size,
             hash_block_size=hash_block_size,
         )
+        if setup.unfenced:
+            # vLLM 0.32 waits for those steps where a connector may load into the victim's blocks.
+            self.scheduler.defer_block_free = False
         connector = compat.find_offload_connector(self.scheduler.connector)
         self.offload = connector.scheduler
         self._workers = []

@@ -50,8 +50,8 @@ class Setup:
         state_mode: vLLM's cache mode of state groups: none, align or all.
         second_runner: Whether the workers call as vLLM's second model runner does.
         loads_last: Whether loads begin after the forward, as in newer vLLM, or before it.
-        role: The engine's role: a consumer returns what it cannot preserve. Newer vLLM preempts
-            requests with a step under way on a producer only.
+        role: The engine's role: a consumer returns what it cannot preserve.
+        unfenced: Whether newer vLLM, too, preempts requests with a step under way.
         delay: The most steps that a copy takes.
         failures: Copies out of a thousand that fail.
     """
@@ -72,7 +72,8 @@ class Setup:
     state_mode: Literal["none", "align", "all"] = "none"
     second_runner: bool = False
     loads_last: bool = False
-    role: Literal["kv_both", "kv_consumer", "kv_producer"] = "kv_both"
+    role: Literal["kv_both", "kv_consumer"] = "kv_both"
+    unfenced: bool = False
     delay: int = 2
     failures: int = 0
 
@@ -225,7 +226,8 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         else "none",
         second_runner=rng.random() < 0.3,
         loads_last=rng.random() < 0.5,
-        role=rng.choice(("kv_both", "kv_both", "kv_consumer", "kv_producer")),
+        role=rng.choice(("kv_both", "kv_both", "kv_consumer")),
+        unfenced=rng.random() < 0.3,
         delay=rng.choice((0, 1, 3, 6)),
         failures=rng.choice((0, 0, 0, 30, 300)),
     )
