@@ -98,10 +98,13 @@ class Engine:
         num_blocks: Device blocks, null block included.
         offload: Our ``kv_connector_extra_config``; ``None`` runs vLLM without us.
         transfer: Further keys of the transfer config.
+        fence: Whether newer vLLM may wait for the steps of a victim before it preempts it.
         engine_args: Further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, model, num_blocks, *, offload=None, transfer=None, **engine_args):
+    def __init__(
+        self, model, num_blocks, *, offload=None, transfer=None, fence=True, **engine_args
+    ):
         if offload is not None:
             transfer = {
                 "kv_connector": "PreemptOffloadConnector",
@@ -133,6 +136,8 @@ class Engine:
         self.engine = self._llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        if not fence:
+            self.scheduler.defer_block_free = False
         self.is_async = self.core.batch_queue is not None
         self.observer = SchedulerObserver(self.scheduler)
         connector = compat.find_offload_connector(self.scheduler.connector)
@@ -157,7 +162,7 @@ class Engine:
         """Whether a request may be preempted while a step of it is under way.
 
         Newer vLLM first waits for that step where a connector loads KV, which might go into
-        blocks that the step still writes; that is, unless its role is ``kv_producer``.
+        blocks that the step still writes.
         """
         return self.is_async and not getattr(self.scheduler, "defer_block_free", False)
 

@@ -13,35 +13,35 @@ JOBS = jobs(seed=7, lengths=[60 + 9 * i % 140 for i in range(28)], max_tokens=90
 
 MODES = [
     *itertools.product((False, True), (False, True), (False, True), (False,)),
-    # The role in which any vLLM preempts requests with a step under way.
+    # So that any vLLM preempts requests with a step under way.
     (True, False, False, True),
     (True, True, True, True),
 ]
-NAMES = ("async", "prefix", "share", "producer")
-TITLES = ("prefix caching", "shared host blocks", "role `kv_producer`")
+NAMES = ("async", "prefix", "share", "unfenced")
+TITLES = ("prefix caching", "shared host blocks", "steps under way")
 
 
 @pytest.mark.parametrize(
-    ("async_scheduling", "prefix_caching", "share", "producer"),
+    ("async_scheduling", "prefix_caching", "share", "unfenced"),
     [
         pytest.param(*mode, id="-".join(itertools.compress(NAMES, mode)) or "plain")
         for mode in MODES
     ],
 )
 def test_outputs_equal_those_of_a_run_never_preempted(
-    model, undisturbed, record, async_scheduling, prefix_caching, share, producer
+    model, undisturbed, record, async_scheduling, prefix_caching, share, unfenced
 ):
     with Engine(
         model,
         31,
         offload={"offload_host_memory_ratio": 4, "enable_offload_prefix_caching": share},
-        transfer={"kv_role": "kv_producer" if producer else "kv_both"},
+        fence=not unfenced,
         async_scheduling=async_scheduling,
         enable_prefix_caching=prefix_caching,
     ) as engine:
         in_flight = engine.preempts_in_flight
         outcome = engine.run(JOBS)
-    on = [title for title, on in zip(TITLES, (prefix_caching, share, producer), strict=True) if on]
+    on = [title for title, on in zip(TITLES, (prefix_caching, share, unfenced), strict=True) if on]
     mode = ", ".join(on) or "no prefix caching"
     record(outcome, JOBS, kind="dense", mode=mode, async_scheduling=async_scheduling)
     assert outcome.tokens == undisturbed(JOBS)
@@ -51,7 +51,7 @@ def test_outputs_equal_those_of_a_run_never_preempted(
     assert len(outcome.preemptions) >= 10
     assert max(victims.values()) >= 2, "no request was preempted more than once"
     assert any(p.step_under_way for p in outcome.preemptions) == in_flight
-    assert in_flight or not producer
+    assert in_flight or not unfenced
     assert outcome.stats.preserved == len(outcome.preemptions)
     assert outcome.restored_tokens > 0
     assert outcome.bytes_stored > 0

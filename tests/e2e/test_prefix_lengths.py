@@ -7,15 +7,12 @@ from harness import BLOCK, Engine, jobs
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(model, request):
-    """An engine with room for 20 blocks of KV, which computes two such prompts in one step.
-
-    Where its role is ``kv_producer``, any vLLM preempts requests with a step under way.
-    """
+    """An engine with room for 20 blocks of KV, which computes two such prompts in one step."""
     with Engine(
         model,
         21,
         offload={"offload_host_memory_ratio": 2},
-        transfer={"kv_role": "kv_producer"},
+        fence=False,
         async_scheduling=request.param,
         max_model_len=512,
         max_num_batched_tokens=20 * BLOCK,

@@ -76,8 +76,7 @@ def test_a_victim_scheduled_in_the_same_step_leaves_no_false_hash(
         model,
         22,
         offload={},
-        # The role in which any vLLM preempts requests with a step under way.
-        transfer={"kv_role": "kv_producer"},
+        fence=False,
         async_scheduling=async_scheduling,
         enable_prefix_caching=True,
         scheduling_policy="priority",

@@ -434,7 +434,10 @@ def test_load_failure_policy_inside_a_child_is_told_where_it_belongs(make):
         "kv_load_failure_policy": "recompute",
     }
     extra = {"connectors": [child]}
-    whole = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    whole = SimpleNamespace(kv_transfer_config=transfer)
     # As in a worker, where vLLM tells everybody the config that the user gave.
     with (
         set_current_vllm_config(whole),
