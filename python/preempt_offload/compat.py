@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
 from preempt_offload.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.request_queue import RequestQueue
@@ -46,6 +49,7 @@ __all__ = [
     "find_offload_connector",
     "hides_data_parallel_size",
     "hits_are_claimed_first",
+    "keep_windows_of_drafts",
     "loads_fail_by_block",
     "loads_fail_by_request",
     "num_nodes",
@@ -323,6 +327,35 @@ def claim_hits_first(manager: KVCacheManager) -> None:
             pool.free_blocks(claimed)
 
     coordinator.allocate_new_computed_blocks = claim_and_allocate
+
+
+def keep_windows_of_drafts(scheduler: Scheduler) -> None:
+    """Makes vLLM keep what a request attends to once drafts under way are rejected.
+
+    With async scheduling, vLLM 0.23 and 0.24 count drafts as computed when they free what has
+    left a window. If the drafts are rejected, the window moves back over blocks that are gone:
+    outputs are wrong, and a request that is preempted then cannot be restored. (A state group
+    leaves its drafts their margin itself.)
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    manager = scheduler.kv_cache_manager
+    counts_drafts = (
+        "total_computed_tokens" in inspect.signature(manager.remove_skipped_blocks).parameters
+    )
+    if not counts_drafts or not scheduler.num_spec_tokens:
+        return
+
+    def without_drafts(remove: Callable[[str, int], None]) -> Callable[[str, int], None]:
+        def remove_skipped_blocks(request_id: str, num_computed_tokens: int) -> None:
+            under_way = scheduler.requests[request_id].num_output_placeholders
+            remove(request_id, max(num_computed_tokens - under_way, 0))
+
+        return remove_skipped_blocks
+
+    for single in manager.coordinator.single_type_managers:
+        if not isinstance(single.kv_cache_spec, MambaSpec):
+            single.remove_skipped_blocks = without_drafts(single.remove_skipped_blocks)
 
 
 # ---- the config ----

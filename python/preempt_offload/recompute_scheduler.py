@@ -62,6 +62,7 @@ class RecomputeScheduler(Scheduler):
             )
         else:
             compat.claim_hits_first(self.kv_cache_manager)
+            compat.keep_windows_of_drafts(self)
             self._offload.scheduler_cooperates()
             doubtful = doubtful_children(transfer)
             # One that has the hook gives preserved requests priority by itself.

@@ -49,6 +49,13 @@ CALLS = [
     (CACHE_MANAGER, "evict_blocks(self, block_ids)"),
     (CACHE_MANAGER, "free(self, request)"),
     (
+        CACHE_MANAGER,
+        (
+            "remove_skipped_blocks(self, request_id, total_computed_tokens)",
+            "remove_skipped_blocks(self, request_id, processed_computed_tokens)",
+        ),
+    ),
+    (
         COORDINATOR,
         "allocate_new_computed_blocks(self, request_id, new_computed_blocks,"
         " num_local_computed_tokens, num_external_computed_tokens)",

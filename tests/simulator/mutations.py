@@ -237,6 +237,12 @@ MUTATIONS = (
         "        claimed.clear()\n",
     ),
     Mutation(
+        "free what drafts under way may attend to",
+        _COMPAT,
+        "max(num_computed_tokens - under_way, 0)",
+        "num_computed_tokens",
+    ),
+    Mutation(
         "leave restored requests that hold all blocks to themselves",
         _RECOMPUTE,
         "            self._end_standoff()\n",

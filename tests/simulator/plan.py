@@ -199,10 +199,8 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         # vLLM's prefix cache takes several groups only if they differ.
         groups = groups[:1]
     states = any(group.kind == "state" for group in groups)
-    windows = any(group.kind in ("window", "chunked") for group in groups)
     asynchronous = rng.random() < 0.5
-    if (states and prefix_caching) or (windows and asynchronous):
-        # vLLM 0.23 frees what is out of the window of drafts that may yet be rejected.
+    if states and prefix_caching:
         drafts = 0
     return Setup(
         groups=groups,
