@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from preempt_offload.log import get_logger
 
 logger = get_logger(__name__)
+
+CopyMethod = Literal["auto", "ascend", "cuda", "torch"]
 
 # Blocks are numbered with 32 bits.
 MAX_BLOCKS = 2**32 - 1
@@ -59,6 +61,7 @@ class OffloadConfig:
         enable_offload_prefix_caching: Share full blocks with equal hashes between
             preserved requests, and keep them until their memory is needed.
         host_copy_threads: Threads per copy where the KV cache is in host memory.
+        copy_method: What copies where it is not; see ``stream_device.choose_copy``.
     """
 
     cpu_bytes_to_use_per_rank: int | None = None
@@ -66,6 +69,7 @@ class OffloadConfig:
     offload_host_memory_ratio: float = 1.0
     enable_offload_prefix_caching: bool = False
     host_copy_threads: int = 2
+    copy_method: CopyMethod = "auto"
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> OffloadConfig:
@@ -138,6 +142,10 @@ def _check(key: str, value: Any) -> None:
     if key == "enable_offload_prefix_caching":
         if not isinstance(value, bool):
             raise ValueError(f"{key} must be true or false, not {value!r}")
+        return
+    if key == "copy_method":
+        if value not in get_args(CopyMethod):
+            raise ValueError(f"{key} must be one of {get_args(CopyMethod)}, not {value!r}")
         return
     wanted = "a number" if key == "offload_host_memory_ratio" else "a whole number"
     kinds = (int, float) if key == "offload_host_memory_ratio" else int

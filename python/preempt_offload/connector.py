@@ -104,6 +104,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=parallel.rank,
                 num_host_blocks=budget.num_blocks,
                 copy_threads=config.host_copy_threads,
+                copy_method=config.copy_method,
             )
 
     # ---- worker role ----

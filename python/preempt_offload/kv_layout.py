@@ -58,6 +58,29 @@ def parts_of(cache: LayerCache) -> Sequence[torch.Tensor]:
     return cache if isinstance(cache, tuple | list) else (cache,)
 
 
+# Ascend's formats whose memory is what the shape and the strides say: ND, NCHW and NHWC.
+_PLAIN_NPU_FORMATS = (0, 1, 2)
+
+
+def check_formats(kv_caches: Mapping[str, LayerCache]) -> None:
+    """Refuses tensors that are kept in memory in another order than their strides say.
+
+    Raises:
+        ValueError: A tensor on an NPU has a private format, FRACTAL_NZ for example.
+    """
+    for layer, cache in kv_caches.items():
+        for part in parts_of(cache):
+            if part.device.type == "npu":
+                import torch_npu  # type: ignore[import-not-found]
+
+                if (kind := torch_npu.get_npu_format(part)) not in _PLAIN_NPU_FORMATS:
+                    raise ValueError(
+                        f"the KV cache of layer {layer!r} has NPU format {kind}, in which a block "
+                        "is not contiguous bytes; preempt-offload needs ND (2). Turn off what "
+                        "keeps KV caches in FRACTAL_NZ"
+                    )
+
+
 def segments_of(
     layer: str, cache: LayerCache, spec: KVCacheSpec, *, num_blocks: int
 ) -> list[Segment]:
@@ -155,12 +178,12 @@ class CacheLayout:
         num_blocks: Scheduler blocks in the cache, null block included.
         groups: Segments of each group, the largest first; none where this rank has no
             layers of it.
-        regions: ``(address, bytes)`` of the storages behind the caches.
+        storages: What is behind the caches.
     """
 
     num_blocks: int
     groups: list[list[Segment]]
-    regions: list[tuple[int, int]]
+    storages: list[torch.UntypedStorage]
 
     @classmethod
     def of(cls, kv_caches: Mapping[str, LayerCache], kv_cache_config: KVCacheConfig) -> CacheLayout:
@@ -172,7 +195,7 @@ class CacheLayout:
         """
         num_blocks = kv_cache_config.num_blocks
         groups = []
-        regions = {}
+        storages = {}
         for group in kv_cache_config.kv_cache_groups:
             # Layers that use another one's cache have the same segments.
             layer_of: dict[Segment, str] = {}
@@ -186,12 +209,17 @@ class CacheLayout:
                 layer_of.update(dict.fromkeys(found, layer))
                 for part in parts_of(cache):
                     storage = part.untyped_storage()
-                    regions[storage.data_ptr()] = storage.nbytes()
+                    storages[storage.data_ptr()] = storage
             if pair := _overlapping(list(layer_of), num_blocks):
                 first, second = (f"{layer_of[segment]!r} ({segment})" for segment in pair)
                 raise ValueError(f"KV caches of layers {first} and {second} share bytes")
             groups.append(sorted(_merged(layer_of), key=lambda segment: -segment.size))
-        return cls(num_blocks, groups, list(regions.items()))
+        return cls(num_blocks, groups, list(storages.values()))
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """``(address, bytes)`` of the storages."""
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self.storages]
 
     @property
     def block_bytes(self) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from preempt_offload import compat
 from preempt_offload.devices import Device, Ended, HostDevice, Transfer, TransferResult
-from preempt_offload.kv_layout import CacheLayout, parts_of
+from preempt_offload.kv_layout import CacheLayout, check_formats
 from preempt_offload.log import get_logger
 from preempt_offload.metadata import OffloadMetadata, OffloadWorkerMetadata
 from preempt_offload.stats import WorkerStats
+from preempt_offload.stream_device import StreamDevice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from preempt_offload._core import BlockPairs, Direction
+    from preempt_offload.config import CopyMethod
     from preempt_offload.kv_layout import LayerCache
 
 logger = get_logger(__name__)
@@ -30,6 +34,7 @@ class OffloadWorker:
         rank: The worker's rank in its world of TP x PP.
         num_host_blocks: Host blocks of the pool.
         copy_threads: Threads per copy where the caches are in host memory.
+        copy_method: What copies where they are not.
     """
 
     def __init__(
@@ -39,12 +44,14 @@ class OffloadWorker:
         rank: int,
         num_host_blocks: int,
         copy_threads: int,
+        copy_method: CopyMethod = "auto",
     ) -> None:
         self.stats = WorkerStats()
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._num_host_blocks = num_host_blocks
         self._copy_threads = copy_threads
+        self._copy_method: CopyMethod = copy_method
         self._device: Device | None = None
         self._last_event = -1
         # Under way: stores by event, loads with the metadata that asked for them.
@@ -58,25 +65,28 @@ class OffloadWorker:
         """Takes the KV caches, by layer name, and allocates the host pool for them.
 
         Raises:
-            ValueError: A cache's layout does not add up, or is not in host memory.
+            ValueError: A cache's layout does not add up, or cannot be copied as bytes.
         """
-        for layer, cache in kv_caches.items():
-            for part in parts_of(cache):
-                if part.device.type != "cpu":
-                    raise ValueError(
-                        f"the KV cache of layer {layer!r} is on {part.device}; this version of "
-                        "preempt-offload preserves KV caches in host memory only"
-                    )
+        check_formats(kv_caches)
         layout = CacheLayout.of(kv_caches, self._kv_cache_config)
-        self._device = HostDevice(
-            layout, num_host_blocks=self._num_host_blocks, threads=self._copy_threads
-        )
+        self._device = self._device_of(layout)
         logger.info(
             "Allocated %d host blocks of %d bytes for %d KV cache group(s) on rank %d",
             self._num_host_blocks,
             layout.block_bytes,
             len(layout.groups),
             self._rank,
+        )
+
+    def _device_of(self, layout: CacheLayout) -> Device:
+        """What copies, chosen by where the KV caches are."""
+        device = next((storage.device for storage in layout.storages), torch.device("cpu"))
+        if device.type == "cpu":
+            return HostDevice(
+                layout, num_host_blocks=self._num_host_blocks, threads=self._copy_threads
+            )
+        return StreamDevice(
+            layout, device, num_host_blocks=self._num_host_blocks, copy_method=self._copy_method
         )
 
     def handle_preemptions(self, metadata: OffloadMetadata) -> None:

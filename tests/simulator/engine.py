@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     Trace = Callable[[str], None]
 
 # Steps without a single token, beyond those that copies take, that mean nothing moves.
-PATIENCE = 20
+PATIENCE = 60
 # Steps after the last event that no plan comes near.
 MOST_STEPS = 20_000
 

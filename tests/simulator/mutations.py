@@ -28,6 +28,7 @@ _WORKER = "python/preempt_offload/offload_worker.py"
 _METADATA = "python/preempt_offload/metadata.py"
 _RECOMPUTE = "python/preempt_offload/recompute_scheduler.py"
 _COMPAT = "python/preempt_offload/compat.py"
+_STREAM = "python/preempt_offload/stream_device.py"
 _LAYOUT = "python/preempt_offload/kv_layout.py"
 _TABLE = "rust/request_table.rs"
 _POOL = "rust/block_pool.rs"
@@ -213,12 +214,6 @@ MUTATIONS = (
         "first = request.num_computed_tokens // single.block_size + 1\n",
     ),
     Mutation(
-        "return a request to the proxy while a token of it is to come",
-        _RECOMPUTE,
-        "            if compat.outputs_under_way(request):\n                # A token",
-        "            if False:\n                # A token",
-    ),
-    Mutation(
         "let the engine rest while copies are under way",
         _RECOMPUTE,
         "self._offload is not None and self._offload.has_pending_transfers()",
@@ -253,6 +248,134 @@ MUTATIONS = (
         _RECOMPUTE,
         "                compat.end_wait(self, request)\n        restored =",
         "                pass\n        restored =",
+    ),
+    # ---- copies on streams: what is ordered after what ----
+    Mutation(
+        "copy before the steps so far are through",
+        _STREAM,
+        "        stream.wait_event(ready)\n",
+        "",
+    ),
+    Mutation(
+        "store before the steps so far are through",
+        _STREAM,
+        "        stream.wait_event(ready)\n",
+        '        if direction == "h2d":\n            stream.wait_event(ready)\n',
+    ),
+    Mutation(
+        "load before the steps so far are through",
+        _STREAM,
+        "        stream.wait_event(ready)\n",
+        '        if direction == "d2h":\n            stream.wait_event(ready)\n',
+    ),
+    Mutation(
+        "compute on before stores have read",
+        _STREAM,
+        "            compute.wait_event(done)\n",
+        "",
+    ),
+    Mutation(
+        "compute on when stores may begin",
+        _STREAM,
+        "            compute.wait_event(done)\n",
+        "            compute.wait_event(ready)\n",
+    ),
+    Mutation(
+        "let only loads hold up what computes",
+        _STREAM,
+        'if direction == "d2h":\n            compute.wait_event',
+        'if direction == "h2d":\n            compute.wait_event',
+    ),
+    Mutation(
+        "let the other copies wait for what computed",
+        _STREAM,
+        "        stream.wait_event(ready)\n",
+        '        self._streams["h2d" if direction == "d2h" else "d2h"].wait_event(ready)\n',
+    ),
+    Mutation(
+        "copy on the other direction's stream",
+        _STREAM,
+        "with self._module.stream(stream):",
+        'with self._module.stream(self._streams["h2d" if direction == "d2h" else "d2h"]):',
+    ),
+    Mutation(
+        "wait for the copies so far instead of what computed",
+        _STREAM,
+        "        ready.record(compute)\n",
+        "        ready.record(stream)\n",
+    ),
+    Mutation(
+        "take what computed for the copies",
+        _STREAM,
+        "        done.record(stream)\n",
+        "        done.record(compute)\n",
+    ),
+    Mutation(
+        "record that copies are through before they are enqueued",
+        _STREAM,
+        "        stream.wait_event(ready)\n        try:",
+        "        done.record(stream)\n        stream.wait_event(ready)\n        try:",
+    ),
+    Mutation(
+        "wait for what computed when the copies are enqueued",
+        _STREAM,
+        "        stream.wait_event(ready)\n        try:\n"
+        "            with self._module.stream(stream):\n"
+        "                self._copy(direction, *ranges)\n",
+        "        try:\n"
+        "            with self._module.stream(stream):\n"
+        "                self._copy(direction, *ranges)\n"
+        "            stream.wait_event(ready)\n",
+    ),
+    Mutation(
+        "report copies that are under way",
+        _STREAM,
+        "if not self.events[1].query():",
+        "if False:",
+    ),
+    Mutation(
+        "report copies that may begin",
+        _STREAM,
+        "if not self.events[1].query():",
+        "if not self.events[0].query():",
+    ),
+    Mutation(
+        "use the events of copies that are under way",
+        _STREAM,
+        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
+        "        self._free.extend(events)\n"
+        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
+    ),
+    Mutation(
+        "use events that what computes may wait for",
+        _STREAM,
+        "if not self._free and self._retired and self._retired[0][-1].query():",
+        "if not self._free and self._retired:",
+    ),
+    Mutation(
+        "use one event for the beginning and the end",
+        _STREAM,
+        "ready, done = self._take_event(), self._take_event()",
+        "ready = done = self._take_event()",
+    ),
+    Mutation(
+        "let the addresses go before the copies are through",
+        _STREAM,
+        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
+        "        sizes = (ranges[2].clone(),) * 3\n"
+        "        return StreamTransfer(tuple(events), sizes, self._retired)\n",
+    ),
+    Mutation(
+        "go on after a failure with copies under way",
+        _STREAM,
+        "            stream.synchronize()\n            raise\n",
+        "            raise\n",
+    ),
+    Mutation(
+        "tell the operator the other direction",
+        _STREAM,
+        '_ASCEND_DIRECTIONS = {"h2d": 0, "d2h": 1}',
+        '_ASCEND_DIRECTIONS = {"h2d": 1, "d2h": 0}',
     ),
     # ---- the core: requests ----
     Mutation(

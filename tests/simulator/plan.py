@@ -53,6 +53,7 @@ class Setup:
         role: The engine's role: a consumer returns what it cannot preserve.
         unfenced: Whether newer vLLM, too, preempts requests with a step under way.
         delay: The most steps that a copy takes.
+        streams: Whether copies run on the streams of a device, or by the processor.
         failures: Copies out of a thousand that fail.
     """
 
@@ -74,6 +75,7 @@ class Setup:
     loads_last: bool = False
     role: Literal["kv_both", "kv_consumer"] = "kv_both"
     unfenced: bool = False
+    streams: bool = False
     delay: int = 2
     failures: int = 0
 
@@ -226,6 +228,7 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         loads_last=rng.random() < 0.5,
         role=rng.choice(("kv_both", "kv_both", "kv_consumer")),
         unfenced=rng.random() < 0.3,
+        streams=rng.random() < 0.5,
         delay=rng.choice((0, 1, 3, 6)),
         failures=rng.choice((0, 0, 0, 30, 300)),
     )
@@ -284,6 +287,9 @@ def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
             events.append(Reset(rng.random() < 0.7, rng.random() < 0.5))
         if rng.random() < 0.6:
             events.append(Steps(rng.choice((1, 1, 2, 4, 8))))
+    if rng.random() < 0.3:
+        # Nobody is left, maybe with copies under way.
+        events += [Abort(request) for request in range(added)]
     return events
 
 

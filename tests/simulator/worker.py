@@ -14,6 +14,9 @@ import torch
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from preempt_offload import compat
+from preempt_offload.kv_layout import CacheLayout
+from preempt_offload.stream_device import StreamDevice
+from strict_npu import StrictNpu
 
 from .language import GARBAGE
 from .late import LateDevice
@@ -65,10 +68,17 @@ class _Cache:
         pages: The storage, bytes of shape (blocks, bytes of a page).
         setup: The engine.
         mark: What the tags of this rank, group and layer differ by.
+        npu: The device that is told what is read and written, if it is one.
     """
 
     def __init__(
-        self, index: int, group: Group, pages: npt.NDArray[np.uint8], setup: Setup, mark: int
+        self,
+        index: int,
+        group: Group,
+        pages: npt.NDArray[np.uint8],
+        setup: Setup,
+        mark: int,
+        npu: StrictNpu | None,
     ) -> None:
         self.group = group
         self._index = index
@@ -77,12 +87,16 @@ class _Cache:
         words = pages.view(np.int64)
         if group.kind == "state":
             self._slots = words[:, 0]
+            self._stride, width = words.shape[1], 1
             tokens = 10**6 if setup.state_mode == "none" else group.block_tokens
             self.tensor = torch.from_numpy(words)
         else:
             tokens = group.block_tokens
             self._slots = words.reshape(len(pages) * tokens, -1)
+            self._stride = width = self._slots.shape[1]
             self.tensor = torch.from_numpy(pages)
+        self._address, self._npu = pages.ctypes.data, npu
+        self._words_of_slot = np.arange(width)
         self._tokens = tokens
         self._block_of = _POSITIONS // tokens
         self._offset_of = _POSITIONS % tokens
@@ -109,7 +123,7 @@ class _Cache:
         if self.group.kind != "state":
             positions = slice(row.computed, row.computed + num_tokens)
             blocks = row.tables[self._index][self._block_of[positions]]
-            self._slots[blocks * self._tokens + self._offset_of[positions]] = GARBAGE
+            self._write(blocks * self._tokens + self._offset_of[positions], GARBAGE)
 
     def _step_attention(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
@@ -129,7 +143,7 @@ class _Cache:
             position = first + int(np.argmin(blocks != 0))
             raise WrongKV(f"{name}: group {self._index} has the null block at token {position}")
         slots = blocks * self._tokens + self._offset_of[first:end]
-        held = self._slots[slots[: start - first]]
+        held = self._read(slots[: start - first])
         wrong = (held != (tags[first:start] ^ self._mark)[:, None]).any(axis=1)
         if wrong.any():
             position = first + int(np.argmax(wrong))
@@ -138,8 +152,8 @@ class _Cache:
                 f"{position} of {start}, in block {table[self._block_of[position]]}"
             )
         new = slots[start - first :]
-        self._slots[new[:good]] = (tags[start : start + good] ^ self._mark)[:, None]
-        self._slots[new[good:]] = GARBAGE
+        self._write(new[:good], (tags[start : start + good] ^ self._mark)[:, None])
+        self._write(new[good:], GARBAGE)
 
     def _step_state(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
@@ -147,7 +161,7 @@ class _Cache:
         start, end = row.computed, row.computed + num_tokens
         if start:
             block = self._state_block(name, row, start, row.accepted)
-            if self._slots[block] != tags[start - 1] ^ self._mark:
+            if self._read(np.array([block])) != tags[start - 1] ^ self._mark:
                 raise WrongKV(
                     f"{name}: group {self._index} does not have the state after {start} tokens "
                     f"in block {block}"
@@ -156,14 +170,27 @@ class _Cache:
             for boundary in range(start // self._tokens + 1, end // self._tokens + 1):
                 length = boundary * self._tokens
                 block = self._state_block(name, row, length, 0)
-                self._slots[block] = tags[length - 1] ^ self._mark
+                self._write(np.array([block]), tags[length - 1] ^ self._mark)
         # One state after each token that may be the last, so that drafts can be rejected.
         for rejected in range(min(num_tokens, 1 + len(row.drafts))):
             place = min(num_tokens, 1 + len(row.drafts)) - 1 - rejected
             after = end - rejected
             block = self._state_block(name, row, after, place)
             tag = tags[after - 1] ^ self._mark if after <= start + good else GARBAGE
-            self._slots[block] = tag
+            self._write(np.array([block]), tag)
+
+    def _read(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if self._npu is not None:
+            self._npu.read(self._address, self._words(slots))
+        return self._slots[slots]
+
+    def _write(self, slots: npt.NDArray[np.int64], tags: npt.NDArray[np.int64] | int) -> None:
+        if self._npu is not None:
+            self._npu.write(self._address, self._words(slots))
+        self._slots[slots] = tags
+
+    def _words(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return (slots[:, None] * self._stride + self._words_of_slot).ravel()
 
     def _state_block(self, name: str, row: _Row, length: int, place: int) -> int:
         table = row.tables[self._index]
@@ -202,22 +229,39 @@ class Worker:
             np.zeros((setup.num_blocks, setup.page_bytes), np.uint8)
             for _ in range(max(group.layers for group in setup.groups))
         ]
+        self._npu = StrictNpu(seed * 31 + rank, failures=setup.failures) if setup.streams else None
         self._caches = [
-            _Cache(i, group, pages, setup, mark=(rank * 16 + i) * 16 + layer)
+            _Cache(i, group, pages, setup, mark=(rank * 16 + i) * 16 + layer, npu=self._npu)
             for i, group in enumerate(setup.groups)
             for layer, pages in enumerate(self._storages[: group.layers])
         ]
         names = [name for names in setup.layer_names for name in names]
         tensors = [cache.tensor for cache in self._caches]
-        connector.register_kv_caches(dict(zip(names, tensors, strict=True)))
+        kv_caches = dict(zip(names, tensors, strict=True))
+        connector.register_kv_caches(kv_caches)
         worker = connector.worker
         assert worker is not None
+        if self._npu is not None:
+            worker._device = self._stream_device(CacheLayout.of(kv_caches, worker._kv_cache_config))
+            return
         worker._device = LateDevice(
             worker._device,
             random.Random(seed * 31 + rank),
             most=setup.delay,
             failures=setup.failures,
         )
+
+    def _stream_device(self, layout: CacheLayout) -> StreamDevice:
+        npu, worker = self._npu, self._connector.worker
+        assert npu is not None
+        assert worker is not None
+        device = StreamDevice(
+            layout, torch.device("cpu"), num_host_blocks=worker._num_host_blocks, module=npu
+        )
+        npu.watch(device.pool, "host")
+        for storage in self._storages:
+            npu.watch(torch.from_numpy(storage), "device")
+        return device
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Carries out a step, as vLLM's model runner does."""
@@ -234,6 +278,7 @@ class Worker:
         connector.bind_connector_metadata(metadata)
         if not self._setup.loads_last:
             connector.start_load_kv(None)
+        self._compute()
         sampled = [
             self._forward(request_id, count, output)
             for request_id, count in output.num_scheduled_tokens.items()
@@ -266,9 +311,10 @@ class Worker:
     def _update_rows(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
             self.rows.pop(request_id, None)
+        self._compute()
         for block in output.new_block_ids_to_zero or ():
             for storage in self._storages:
-                storage[block] = 0
+                self._zero(storage, block)
         for new in output.scheduled_new_reqs:
             tokens = (
                 new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
@@ -291,6 +337,17 @@ class Worker:
             if extra and not (self._setup.asynchronous and 0 < extra <= self._setup.drafts):
                 raise WrongKV(f"{request_id}: {computed} tokens computed, not {row.computed}")
 
+    def _compute(self) -> None:
+        """The stream that computes comes to what the host launches next."""
+        if self._npu is not None:
+            self._npu.compute()
+
+    def _zero(self, storage: npt.NDArray[np.uint8], block: int) -> None:
+        if self._npu is not None:
+            words = self._setup.page_bytes // 8
+            self._npu.write(storage.ctypes.data, np.arange(block * words, (block + 1) * words))
+        storage[block] = 0
+
     def _begin(
         self, request_id: str, tokens: list[int], blocks: tuple[list[int], ...], computed: int
     ) -> None:
@@ -301,6 +358,7 @@ class Worker:
 
     def _scribble(self, output: SchedulerOutput) -> None:
         """Overwrites what the forward is going to write, as something before it may."""
+        self._compute()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             for cache in self._caches:
                 cache.scribble(self.rows[request_id], num_tokens)

@@ -1,0 +1,210 @@
+"""KV caches on a device with streams, as torch.npu and torch.cuda have it.
+
+Copies run on two streams of their own, one for each direction, beside the stream that
+computes. Two orders have to hold, and events alone keep them, without the host waiting:
+
+- D2H reads what the steps so far have written, and before any later one overwrites it. So the
+  store stream waits for the compute stream, and then the compute stream for the store stream.
+- H2D writes after all earlier use of its blocks, their zeroing included. So the load stream
+  waits for the compute stream. What reads the blocks is scheduled only when the load has been
+  polled and is through, so other requests compute meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from preempt_offload.devices import Transfer, TransferResult
+from preempt_offload.log import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    import numpy.typing as npt
+
+    from preempt_offload._core import BlockPairs, Direction
+    from preempt_offload.config import CopyMethod
+    from preempt_offload.kv_layout import CacheLayout
+
+    # (direction, sources, targets, sizes): int64 CPU tensors of addresses and bytes. Enqueues
+    # on the current stream. The tensors stay as they are until the copies are through.
+    CopyRanges: TypeAlias = Callable[[Direction, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+logger = get_logger(__name__)
+
+# What vllm-ascend's operator calls the directions.
+_ASCEND_DIRECTIONS = {"h2d": 0, "d2h": 1}
+
+
+class StreamDevice:
+    """Copies on streams.
+
+    Args:
+        layout: Where the blocks of the KV caches are.
+        device: Their device.
+        num_host_blocks: Blocks of the pool in pinned host memory.
+        copy_method: What enqueues the copies; see ``choose_copy``.
+        module: The device's module, ``torch.npu`` for example; torch tells if not given.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        device: torch.device,
+        *,
+        num_host_blocks: int,
+        copy_method: CopyMethod = "auto",
+        module: Any = None,
+    ) -> None:
+        self._module = torch.get_device_module(device) if module is None else module
+        self.pool = torch.empty(
+            layout.host_bytes(num_host_blocks), dtype=torch.uint8, pin_memory=device.type != "cpu"
+        )
+        self._layout = layout.bind(self.pool.data_ptr(), num_host_blocks)
+        self._copy = choose_copy(copy_method, layout, self.pool)
+        self._streams = {"d2h": self._module.Stream(), "h2d": self._module.Stream()}
+        # Making an event takes a call to the driver, so they are used again: those of a transfer
+        # when its last one is done, because then no stream waits for any of them.
+        self._free: list[Any] = []
+        self._retired: deque[tuple[Any, ...]] = deque()
+
+    def begin(self, direction: Direction, pairs: BlockPairs) -> Transfer:
+        """Enqueues the copies; the host does not wait.
+
+        Raises:
+            AddressError: A block does not exist.
+        """
+        arrays = self._layout.descriptors(direction, pairs)
+        ranges = tuple(map(torch.from_numpy, arrays))
+        stream, compute = self._streams[direction], self._module.current_stream()
+        ready, done = self._take_event(), self._take_event()
+        ready.record(compute)
+        stream.wait_event(ready)
+        try:
+            with self._module.stream(stream):
+                self._copy(direction, *ranges)
+        except Exception:
+            # Some may be under way, and their blocks are about to serve others.
+            stream.synchronize()
+            raise
+        done.record(stream)
+        events = [ready, done]
+        if direction == "d2h":
+            compute.wait_event(done)
+            events.append(self._take_event())
+            events[-1].record(compute)
+        return StreamTransfer(tuple(events), ranges, self._retired)
+
+    def _take_event(self) -> Any:
+        if not self._free and self._retired and self._retired[0][-1].query():
+            self._free.extend(self._retired.popleft())
+        return self._free.pop() if self._free else self._module.Event()
+
+
+@dataclasses.dataclass(slots=True)
+class StreamTransfer:
+    """Copies that were enqueued.
+
+    Attributes:
+        events: What they wait for, what is recorded when they are through, and, if the
+            stream that computes waits for that, what is recorded behind.
+        ranges: What is copied, kept until then.
+        retired: Takes the events.
+    """
+
+    events: tuple[Any, ...]
+    ranges: tuple[torch.Tensor, ...]
+    retired: deque[tuple[Any, ...]]
+
+    def poll(self) -> TransferResult | None:
+        """Whether the device has done them; does not wait."""
+        if not self.events[1].query():
+            return None
+        self.retired.append(self.events)
+        return TransferResult(ok=True, num_bytes=int(self.ranges[2].sum()))
+
+
+def choose_copy(method: CopyMethod, layout: CacheLayout, pool: torch.Tensor) -> CopyRanges:
+    """What enqueues copies on the current stream.
+
+    Args:
+        method: ``ascend`` or ``cuda``: one call of an operator of vllm-ascend's or vLLM's for all
+            copies of a step. ``torch``: a call for each contiguous range. ``auto``: the first of
+            them that is there.
+        layout: Where the blocks of the KV caches are.
+        pool: The host pool.
+
+    Raises:
+        ValueError: The operator that was asked for is not there.
+    """
+    there: dict[str, CopyRanges] = {}
+    if hasattr(torch.ops._C_ascend, "swap_blocks_batch"):
+        there["ascend"] = _copy_by_ascend
+    on_cuda = any(storage.device.type == "cuda" for storage in layout.storages)
+    if on_cuda and hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        there["cuda"] = _copy_by_cuda
+    there["torch"] = TorchCopy(layout.storages, pool)
+    chosen = next(iter(there)) if method == "auto" else method
+    if chosen not in there:
+        raise ValueError(
+            f'"copy_method": {method!r} needs an operator that is not there; '
+            f"here there are {', '.join(there)}"
+        )
+    logger.info("KV blocks are copied by %r (copy_method=%r)", chosen, method)
+    return there[chosen]
+
+
+def _copy_by_ascend(
+    direction: Direction, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor
+) -> None:
+    torch.ops._C_ascend.swap_blocks_batch(sources, targets, sizes, _ASCEND_DIRECTIONS[direction])
+
+
+def _copy_by_cuda(
+    direction: Direction, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor
+) -> None:
+    torch.ops._C_cache_ops.swap_blocks_batch(sources, targets, sizes, False)
+
+
+class TorchCopy:
+    """A copy of torch's for each contiguous range.
+
+    Args:
+        storages: Those behind the KV caches.
+        pool: The host pool.
+    """
+
+    def __init__(self, storages: list[torch.UntypedStorage], pool: torch.Tensor) -> None:
+        device = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages
+        ]
+        parts = sorted([*device, pool], key=torch.Tensor.data_ptr)
+        self._parts = parts
+        self._starts = np.array([part.data_ptr() for part in parts], np.int64)
+
+    def __call__(
+        self,
+        direction: Direction,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        sizes: torch.Tensor,
+    ) -> None:
+        """Enqueues the copies."""
+        pairs = zip(self._views(sources, sizes), self._views(targets, sizes), strict=True)
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def _views(self, addresses: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
+        at: npt.NDArray[np.int64] = addresses.numpy()
+        which = np.searchsorted(self._starts, at, side="right") - 1
+        offsets = at - self._starts[which]
+        ends = offsets + sizes.numpy()
+        spans = zip(which.tolist(), offsets.tolist(), ends.tolist(), strict=True)
+        return [self._parts[part][offset:end] for part, offset, end in spans]
