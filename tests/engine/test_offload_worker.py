@@ -259,10 +259,3 @@ def test_a_cache_that_does_not_add_up_is_an_error_at_registration():
 def test_what_is_through_at_once_polls_the_same_forever():
     result = TransferResult(ok=True, num_bytes=1)
     assert [Ended(result).poll() for _ in range(2)] == [result, result]
-
-
-def test_a_cache_that_is_not_in_host_memory_is_refused_and_named():
-    worker = OffloadWorker(kv_cache_config(["a"]), rank=0, num_host_blocks=1, copy_threads=1)
-    elsewhere = (torch.empty(1), torch.empty(1, device="meta"))
-    with pytest.raises(ValueError, match=r"layer 'a' is on meta.* host memory only"):
-        worker.register_kv_caches({"a": elsewhere})

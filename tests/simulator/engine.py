@@ -320,6 +320,8 @@ class Simulation:
             raise Wrong(f"requests never end: {self._whereabouts()}")
         check_device(self.scheduler)
         check_nothing_left(self.scheduler, self.offload)
+        for worker in self._workers:
+            worker.check_device()
         if self._requests:
             raise Wrong(f"requests were lost: {sorted(self._requests)}")
         stats = dataclasses.asdict(self.offload.stats)

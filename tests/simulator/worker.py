@@ -251,6 +251,11 @@ class Worker:
             failures=setup.failures,
         )
 
+    def check_device(self) -> None:
+        """The host has never waited for the device."""
+        if self._npu is not None and not self._setup.failures:
+            assert not self._npu.host_waits
+
     def _stream_device(self, layout: CacheLayout) -> StreamDevice:
         npu, worker = self._npu, self._connector.worker
         assert npu is not None

@@ -20,13 +20,13 @@ import ctypes
 import random
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -63,10 +63,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """What comes after waits for what came before ``event`` was recorded."""
         if event.mark is None:
-            raise Race("a stream waits for an event that was never recorded")
+            self._npu.fail("a stream waits for an event that was never recorded")
         self.clock = np.maximum(self.clock, event.mark.clock)
         event.mark.waiting += 1
         self.queue.append(event.mark)
+        if self._npu.eager and self.index == COMPUTE:
+            self._npu.force(event.mark)
 
     def synchronize(self) -> None:
         """Blocks the host."""
@@ -94,9 +96,7 @@ class Stream:
             what[0].done = True
         else:
             what.waiting -= 1
-            for stream in self._npu.streams:
-                if not what.done and any(item == (what,) for item in stream.queue):
-                    stream.run(what)
+            self._npu.force(what)
 
 
 class Event:
@@ -110,7 +110,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         """Marks the end of what is on ``stream`` now."""
         if self.mark is not None and (self.mark.waiting or not self.mark.done):
-            raise Race(
+            self._npu.fail(
                 "an event is recorded anew while a stream waits for it, or before it is done"
             )
         self.mark = _Mark(stream.launch())
@@ -120,7 +120,7 @@ class Event:
         """Whether it is done; the host does not wait."""
         self._npu.let_time_pass()
         if self.mark is None:
-            raise Race("the host asks for an event that was never recorded")
+            self._npu.fail("the host asks for an event that was never recorded")
         if self.mark.done:
             self._npu.host_clock = np.maximum(self._npu.host_clock, self.mark.clock)
         return self.mark.done
@@ -143,11 +143,12 @@ class StrictNpu:
         self.num_events = 0
         self._rng = random.Random(seed)
         self._failures = failures
-        self._eager = eager
+        self.eager = eager
         self._compute = Stream(self)
         self._current = self._compute
         self._compute_clock = self._compute.launch()
         self._regions: list[_Region] = []
+        self._race: Race | None = None
         _register_operator()
 
     # ---- what a device's module has ----
@@ -177,15 +178,26 @@ class StrictNpu:
 
     # ---- what tests tell it ----
 
+    def fail(self, text: str) -> NoReturn:
+        """Raises a race, now and, should somebody take it for a copy that failed, again."""
+        self._race = Race(text)
+        raise self._race
+
     def watch(self, memory: torch.Tensor, kind: str) -> None:
         """Takes the memory of a tensor: ``device`` or ``host``."""
         storage = memory.untyped_storage()
-        self._regions.append(_Region(storage.data_ptr(), storage.nbytes(), kind))
+        self._regions.append(_Region(storage.data_ptr(), storage.nbytes(), kind, self.fail))
 
     def compute(self) -> None:
         """The stream that computes is launched, and has done its work when this returns."""
+        if self._race is not None:
+            raise self._race
         self._compute_clock = self._compute.launch()
-        self._compute.run()
+        # What it waits for is through; that it has been waited for shows later, because the host
+        # runs ahead of a device.
+        for item in list(self._compute.queue):
+            if isinstance(item, _Mark):
+                self.force(item)
 
     def read(self, address: int, words: npt.NDArray[np.int64]) -> None:
         """What computes reads words that start at ``address``."""
@@ -194,6 +206,12 @@ class StrictNpu:
     def write(self, address: int, words: npt.NDArray[np.int64]) -> None:
         """What computes writes them."""
         self._region(address).write(self._compute_clock, COMPUTE, words)
+
+    def force(self, mark: _Mark) -> None:
+        """Carries out all that comes before a mark."""
+        for stream in self.streams:
+            if not mark.done and (mark,) in stream.queue:
+                stream.run(mark)
 
     def let_time_pass(self) -> None:
         """The device carries out some of what is enqueued, or nothing."""
@@ -212,7 +230,9 @@ class StrictNpu:
         kinds = ("host", "device") if direction == 0 else ("device", "host")
         fails = self._rng.randrange(1000) < self._failures
         count = len(sizes) // 2 if fails else len(sizes)
-        self._enqueue(sources[:count], targets[:count], sizes[:count], kinds)
+        # As on a device, they are read when the copies are carried out.
+        given = [weakref.ref(tensor) for tensor in (sources, targets, sizes)]
+        self._enqueue(sources[:count], targets[:count], sizes[:count], kinds, given)
         if fails:
             raise RuntimeError("the driver refuses a copy")
 
@@ -222,6 +242,7 @@ class StrictNpu:
         targets: torch.Tensor,
         sizes: torch.Tensor,
         kinds: tuple[str, str],
+        given: list[weakref.ref[torch.Tensor]],
     ) -> None:
         stream, clock = self._current, self._current.launch()
         ranges = [tensor.tolist() for tensor in (sources, targets, sizes)]
@@ -232,15 +253,13 @@ class StrictNpu:
             ):
                 region = self._region(address)
                 if region.kind != kind:
-                    raise Race(f"a copy that expects {kind} memory gets {region.kind} memory")
+                    self.fail(f"a copy that expects {kind} memory gets {region.kind} memory")
                 first = (address - region.address) // WORD
                 access(region, clock, stream.index, np.arange(first, first + size // WORD))
-        # As on a device, they are read when the copies are carried out.
-        alive = [weakref.ref(tensor._base) for tensor in (sources, targets, sizes)]
 
         def carry_out() -> None:
-            if not all(ref() is not None for ref in alive):
-                raise Race("the addresses of copies are gone before the copies are through")
+            if any(tensor() is None for tensor in given):
+                self.fail("the addresses of copies are gone before the copies are through")
             for source, target, size in zip(*ranges, strict=True):
                 ctypes.memmove(target, source, size)
 
@@ -249,15 +268,20 @@ class StrictNpu:
     def _region(self, address: int) -> _Region:
         for region in self._regions:
             if region.address <= address < region.address + region.num_bytes:
-                return region
-        raise Race(f"nothing is known of the memory at {address:#x}")
+                break
+        else:
+            self.fail(f"nothing is known of the memory at {address:#x}")
+        return region
 
 
 class _Region:
     """Memory, and for each word of it the last write and the last read of each stream."""
 
-    def __init__(self, address: int, num_bytes: int, kind: str) -> None:
+    def __init__(
+        self, address: int, num_bytes: int, kind: str, fail: Callable[[str], NoReturn]
+    ) -> None:
         self.address, self.num_bytes, self.kind = address, num_bytes, kind
+        self._fail = fail
         words = -(-num_bytes // WORD)
         self._writer = np.zeros(words, np.int64)
         self._written = np.zeros(words, np.int64)
@@ -265,16 +289,16 @@ class _Region:
 
     def read(self, clock: npt.NDArray[np.int64], stream: int, words: npt.NDArray[np.int64]) -> None:
         if (self._written[words] > clock[self._writer[words]]).any():
-            raise Race(f"stream {stream} reads {self.kind} memory that is being written")
+            self._fail(f"stream {stream} reads {self.kind} memory that is being written")
         self._reads[stream, words] = clock[stream]
 
     def write(
         self, clock: npt.NDArray[np.int64], stream: int, words: npt.NDArray[np.int64]
     ) -> None:
         if (self._written[words] > clock[self._writer[words]]).any():
-            raise Race(f"stream {stream} writes {self.kind} memory that is being written")
+            self._fail(f"stream {stream} writes {self.kind} memory that is being written")
         if (self._reads[:, words] > clock[:MOST_STREAMS, None]).any():
-            raise Race(f"stream {stream} writes {self.kind} memory that is being read")
+            self._fail(f"stream {stream} writes {self.kind} memory that is being read")
         self._writer[words], self._written[words] = stream, clock[stream]
 
 

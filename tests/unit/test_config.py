@@ -12,6 +12,7 @@ KEYS = {
     "offload_host_memory_ratio": 1.0,
     "enable_offload_prefix_caching": False,
     "host_copy_threads": 2,
+    "copy_method": "auto",
 }
 BYTES = ["cpu_bytes_to_use_per_rank", "cpu_bytes_to_use"]
 WHOLE = [*BYTES, "host_copy_threads"]
@@ -37,11 +38,18 @@ def test_the_keys_and_their_defaults():
         ("offload_host_memory_ratio", 0.25),
         ("enable_offload_prefix_caching", True),
         ("host_copy_threads", 7),
+        ("copy_method", "torch"),
     ],
 )
 def test_a_key_is_taken_and_the_others_keep_their_defaults(log, key, value):
     assert dataclasses.asdict(OffloadConfig.from_extra_config({key: value})) == KEYS | {key: value}
     assert not log.records
+
+
+@pytest.mark.parametrize("value", ["npu", "", 1, None])
+def test_a_copy_method_that_does_not_exist_is_refused(value):
+    with pytest.raises(ValueError, match=r"copy_method must be one of .*'ascend'"):
+        OffloadConfig.from_extra_config({"copy_method": value})
 
 
 @pytest.mark.parametrize("key", BYTES)

@@ -1,0 +1,133 @@
+"""Copies on streams: the stand-in's strictness, and a device that does not need its leniency."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine_support import BLOCK_SIZE, HEAD_SIZE, HEADS, kv_cache_config
+
+from preempt_offload.kv_layout import CacheLayout, check_formats
+from preempt_offload.stream_device import StreamDevice
+from strict_npu import Race, StrictNpu
+
+NUM_BLOCKS, HOST_BLOCKS = 8, 6
+PAIRS = np.array([[0, 2, 1], [0, 3, 2], [0, 6, 5]], np.uint32)
+
+
+class Setup:
+    """A device on the stand-in, with one KV cache full of numbers."""
+
+    def __init__(self, seed=0, copy_method="auto", **args):
+        self.npu = StrictNpu(seed, **args)
+        self.cache = torch.arange(NUM_BLOCKS * 2 * BLOCK_SIZE * HEADS * HEAD_SIZE).float()
+        self.cache = self.cache.reshape(NUM_BLOCKS, 2, BLOCK_SIZE, HEADS * HEAD_SIZE)
+        config = kv_cache_config(["a"], num_blocks=NUM_BLOCKS)
+        self.device = StreamDevice(
+            CacheLayout.of({"a": self.cache}, config),
+            torch.device("cpu"),
+            num_host_blocks=HOST_BLOCKS,
+            copy_method=copy_method,
+            module=self.npu,
+        )
+        self.npu.watch(self.cache, "device")
+        self.npu.watch(self.device.pool, "host")
+
+    def words(self, block):
+        words = self.cache[block].nbytes // 8
+        return np.arange(block * words, (block + 1) * words)
+
+    def compute(self, *, writes=()):
+        """A forward that overwrites these blocks."""
+        self.npu.compute()
+        for block in writes:
+            self.npu.write(self.cache.data_ptr(), self.words(block))
+            self.cache[block] = -1
+
+    def end(self, transfer):
+        for _ in range(1000):
+            if (result := transfer.poll()) is not None:
+                return result
+        raise AssertionError("the copy never ends")
+
+
+@pytest.mark.parametrize("copy_method", ["auto", "ascend", "torch"])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_come_back_as_they_were(seed, copy_method):
+    setup = Setup(seed, copy_method)
+    before = setup.cache.clone()
+    store = setup.device.begin("d2h", PAIRS)
+    setup.compute(writes=[2, 3, 6])
+    assert setup.end(store).num_bytes == 3 * setup.cache[0].nbytes
+    assert not torch.equal(setup.cache, before)
+    load = setup.device.begin("h2d", PAIRS)
+    assert setup.end(load).ok
+    setup.compute()
+    assert torch.equal(setup.cache, before)
+    assert not setup.npu.host_waits
+
+
+def test_the_host_never_waits_and_events_are_used_again():
+    setup = Setup()
+    for step in range(300):
+        store = setup.device.begin("d2h", PAIRS)
+        setup.compute(writes=[2, 3, 6])
+        setup.end(store)
+        load = setup.device.begin("h2d", PAIRS)
+        setup.end(load)
+        setup.compute()
+        if step == 10:
+            events = setup.npu.num_events
+    assert setup.npu.num_events == events
+    assert not setup.npu.host_waits
+
+
+def test_a_copy_that_fails_halfway_leaves_nothing_under_way():
+    setup = Setup(failures=1000)
+    with pytest.raises(RuntimeError, match="refuses"):
+        setup.device.begin("h2d", PAIRS)
+    assert setup.npu.host_waits == 1
+    setup.compute(writes=[2])
+
+
+def test_an_operator_that_is_not_there_is_told():
+    with pytest.raises(ValueError, match=r"'cuda' needs an operator.*ascend, torch"):
+        Setup(copy_method="cuda")
+
+
+def test_without_an_order_memory_must_not_be_touched():
+    setup = Setup()
+    load = setup.device.begin("h2d", PAIRS)
+    setup.end(load)
+    # The host has seen the end; what is launched from now on comes after it.
+    setup.npu.compute()
+    setup.npu.read(setup.cache.data_ptr(), setup.words(2))
+    setup.device.begin("h2d", PAIRS)
+    setup.npu.compute()
+    with pytest.raises(Race, match="being written"):
+        setup.npu.read(setup.cache.data_ptr(), setup.words(2))
+
+
+def test_an_event_is_not_recorded_while_it_is_in_use():
+    npu = StrictNpu(0)
+    event, stream = npu.Event(), npu.Stream()
+    with pytest.raises(Race, match="never recorded"):
+        stream.wait_event(event)
+    event.record(npu.current_stream())
+    with pytest.raises(Race, match="recorded anew"):
+        event.record(stream)
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(0, True), (2, True), (29, False)])
+def test_private_npu_formats_are_refused(monkeypatch, kind, plain):
+    monkeypatch.setitem(
+        sys.modules, "torch_npu", SimpleNamespace(get_npu_format=lambda tensor: kind)
+    )
+    on_npu = SimpleNamespace(device=SimpleNamespace(type="npu"))
+    caches = {"a": torch.zeros(1), "layer.7": (torch.zeros(1), on_npu)}
+    if plain:
+        check_formats(caches)
+    else:
+        with pytest.raises(ValueError, match=r"'layer.7' has NPU format 29"):
+            check_formats(caches)
