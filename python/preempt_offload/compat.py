@@ -370,12 +370,15 @@ def current_transfer_config() -> KVTransferConfig | None:
 
 
 def find_offload_connector(connector: Any) -> Any:
-    """The connector, or the child of a MultiConnector, that preserves preempted requests."""
-    children = getattr(connector, "_connectors", ())
-    found = next(filter(None, map(find_offload_connector, children)), None)
-    if found is None and hasattr(connector, "update_state_before_preempt"):
+    """The connector, or the child of a MultiConnector, that is a ``PreemptOffloadConnector``.
+
+    The hooks of recompute schedulers do not tell: those of vllm-ascend, and its MultiConnector,
+    have them as well.
+    """
+    if hasattr(connector, "scheduler_cooperates"):
         return connector
-    return found
+    children = getattr(connector, "_connectors", ())
+    return next(filter(None, map(find_offload_connector, children)), None)
 
 
 def recompute_flag() -> str:

@@ -67,6 +67,8 @@ class OffloadScheduler:
         self.stats = SchedulerStats()
         self._trust_hits = trust_hits
         self._recovers = recovers
+        # Whether the engine's scheduler is one of this package's.
+        self._cooperates = False
         # Tokens per block hash of a request; vLLM tells when it binds its block pool.
         self.hash_tokens: int | None = None
         self._completion = CompletionTracker(world_size)
@@ -87,9 +89,9 @@ class OffloadScheduler:
         self._failed_loads: set[str] = set()
         # Those of them that have ended meanwhile.
         self._ended_loads: set[str] = set()
-        # Requests whose store has failed, for the engine's scheduler to take.
+        # Requests whose store has failed, for a scheduler that cooperates to take.
         self._lost: list[str] = []
-        # Requests whose load has failed, for the engine's scheduler to take.
+        # Requests whose load has failed, likewise.
         self._unloaded: list[str] = []
         # Requests whose load is through, but which have not been scheduled since.
         self._landed: set[str] = set()
@@ -103,7 +105,7 @@ class OffloadScheduler:
         the requests whose loads have failed.
         """
         self._no_op_advice = None
-        self._trust_hits = self._recovers = True
+        self._cooperates = self._trust_hits = self._recovers = True
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -146,6 +148,9 @@ class OffloadScheduler:
                 num_computed_tokens,
                 error.needed,
             )
+            if not self._cooperates:
+                # It may end the request without telling, as vllm-ascend 0.23 does on decode nodes.
+                self.table.release(request_id)
             return False
         except StateError as error:
             # An earlier request of the same id, aborted while its copy is under way.
@@ -356,7 +361,8 @@ class OffloadScheduler:
             self.table.complete_store(request_id, event, ok)
             if wanted and not ok:
                 logger.error("Storing request %s failed; its KV is lost", request_id)
-                self._lost.append(request_id)
+                if self._cooperates:
+                    self._lost.append(request_id)
 
     def _give_up_load(self, request_id: str) -> None:
         logger.error("Restoring request %s failed; its KV is lost", request_id)
@@ -365,7 +371,8 @@ class OffloadScheduler:
                 f"restoring request {request_id} failed, and with this model the engine's "
                 "scheduler cannot recover from that; preempt_offload.RecomputeScheduler can"
             )
-        self._unloaded.append(request_id)
+        if self._cooperates:
+            self._unloaded.append(request_id)
 
     def _say_why_not_restored(self, request_id: str, num_tokens: int, num_stored: int) -> None:
         if num_tokens <= 0 and self._state_groups:

@@ -882,7 +882,35 @@ def test_a_scheduler_of_ours_is_told_whose_load_failed(request_a):
     scene.assert_nothing_left()
 
 
+def test_nothing_is_kept_for_a_scheduler_that_never_takes_it(scene, request_a):
+    scene.preempt(request_a, BLOCKS, 10)
+    scene.report_store(scene.step().store_event, ok=False)
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.allocate(request_a, NEW_BLOCKS, 10)
+    scene.step()
+    scene.report_loads("a", failed=("a",))
+    assert scene.scheduler.take_lost_requests() == []
+    assert scene.scheduler.take_unloaded_requests() == []
+    scene.assert_nothing_left()
+
+
+@pytest.mark.parametrize("cooperates", [True, False])
+def test_the_mirror_of_a_request_that_is_lost_stays_only_if_its_end_will_be_told(
+    request_a, cooperates
+):
+    scene = Scene(num_host_blocks=3)
+    if cooperates:
+        scene.scheduler.scheduler_cooperates()
+    scene.preserve(request_a, BLOCKS, 10)
+    scene.restore(request_a, NEW_BLOCKS)
+    assert scene.preempt(request_a, ([20, 21, 22, 23, 24],), 18) is False
+    assert scene.state("a") == ("Mirrored" if cooperates else None)
+    scene.scheduler.request_finished("a")
+    scene.assert_nothing_left()
+
+
 def test_a_failed_load_is_told_even_if_a_reset_has_dropped_the_kv(scene, request_a):
+    scene.scheduler.scheduler_cooperates()
     scene.preserve(request_a, BLOCKS, 10)
     scene.allocate(request_a, NEW_BLOCKS, 10)
     scene.step()
