@@ -1,7 +1,8 @@
 # make check   the quick loop: format, lints, types, Rust and Python units
 # make test    everything: check, loom, stress, and on each supported vLLM a million steps of the
 #              simulator and the end-to-end tests
-# make ascend  our part of vllm-ascend: its schedulers on an engine, its plugin, its packages' names
+# make ascend  beside vllm-ascend: its schedulers and plugin with a real engine, and the names of it
+#              and of torch_npu that we use; downloads them from PyPI
 # make demo    the same requests three ways on a real engine, and a table of what happened
 # make docs-table  puts what the end-to-end tests have recorded into the table of docs/models.md
 # make bench   criterion benches of the Rust core
@@ -96,7 +97,7 @@ ASCEND_ON_0.26.0rc1 := $(CURDIR)/$(ASCEND)/vllm-ascend==0.26.0rc1:$(CURDIR)/$(AS
 
 ascend: $(UV)
 	@if $(MAKE) -s $(ASCEND)/.ready; then \
-		$(MAKE) conformance $(ASCEND_ENGINES:%=ascend-%); \
+		$(MAKE) -j 2 --output-sync=target conformance $(ASCEND_ENGINES:%=ascend-%); \
 	else \
 		echo "== skipped: vllm-ascend and torch_npu cannot be downloaded here"; \
 	fi
@@ -104,7 +105,7 @@ ascend: $(UV)
 ascend-%: .venv/vllm-0.23.0/.installed $(ASCEND)/.ready
 	$(PART) "with vllm-ascend $*" env OMP_NUM_THREADS=1 VLLM_PLUGINS=preempt_offload \
 		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-0.23.0/cache-$* PYTHONPATH=$(ASCEND_ON_$*) \
-		.venv/vllm-0.23.0/bin/pytest tests/engine/ascend tests/e2e/ascend -n 2 --dist loadfile
+		.venv/vllm-0.23.0/bin/pytest tests/engine/ascend tests/e2e/ascend
 
 conformance: $(DEV)/.ready
 	$(PART) "names of torch_npu and vllm-ascend" $(DEV)/bin/pytest tests/ascend -q
