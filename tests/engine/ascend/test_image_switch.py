@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,14 @@ from vllm_ascend.core.recompute_scheduler import RecomputeSchedulerConfig
 import ascend_image
 from preempt_offload import cli, compat
 
+ROOT = Path(__file__).parents[3]
 SWITCH = {"recompute_scheduler_enable": True}
 NESTED = {"scheduler_config": SWITCH}
+
+
+def additional_config(text):
+    """What a command in a text gives vllm-ascend."""
+    return json.loads(re.search(r"--additional-config '(.*?)'", text, re.DOTALL)[1])
 
 
 def is_on(config):
@@ -45,11 +52,17 @@ def test_the_nested_switch_alone_is_ignored_by_the_image_of_0_23(decode_node):
     assert is_on(decode_node(NESTED)) == (version("vllm-ascend") != "0.23.0")
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "README.zh-CN.md", "docs/ascend.md", "examples/ascend/decode_node.sh"]
+)
+def test_what_we_document_is_read(decode_node, page):
+    assert is_on(decode_node(additional_config((ROOT / page).read_text())))
+
+
 def test_what_we_print_and_advise_is_read(decode_node, capsys):
     cli.main(["config", "ascend-decode"])
     for text in (capsys.readouterr().out, compat.recompute_flag()):
-        additional_config = re.search(r"--additional-config '(.*?)'", text, re.DOTALL)[1]
-        assert is_on(decode_node(json.loads(additional_config)))
+        assert is_on(decode_node(additional_config(text)))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# A decode node of vllm-ascend. Usage: examples/ascend_decode_node.sh MODEL [more flags of vllm serve]
-# Set kv_port, prefill and decode to what your nodes use. KV caches on an NPU are not supported
-# by this version of preempt-offload yet; see "Limits" in the README.
+# A decode node of vllm-ascend. Usage: examples/ascend/decode_node.sh MODEL [more flags of vllm serve]
+# Set kv_port, prefill and decode to what your nodes use; see docs/ascend.md.
 set -euo pipefail
 model=$1
 shift
