@@ -97,7 +97,7 @@ def check_outputs(outcome, expected, *, cut_short=()):
         assert tokens == (expected[job][: len(tokens)] if job in cut_short else expected[job])
 
 
-AMPLE, TIGHT = {"offload_host_memory_ratio": 4}, {"offload_host_memory_ratio": 0.25}
+AMPLE, TIGHT = {"offload_host_memory_ratio": 4}, {"offload_host_memory_ratio": 0.15}
 MODES = {
     "sync": {"async_scheduling": False},
     "async-prefix": {"async_scheduling": True, "enable_prefix_caching": True},
