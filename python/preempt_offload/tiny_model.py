@@ -72,3 +72,32 @@ def write(folder: Path, *, seed: int = 0) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
     return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Writes a tokenizer for that vocabulary, and returns its folder.
+
+    There is a token for each byte and then words, ``" w300"`` for example, which no text is
+    tokenized to. A conversation is its roles' first letters and what was said.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    # As a tokenizer of bytes spells a space.
+    tokens += [
+        f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}w{i}"
+        for i in range(len(tokens), CONFIG["vocab_size"])
+    ]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    return folder

@@ -6,6 +6,7 @@ from preempt_offload import tiny_model
 from reference import undisturbed_engine
 
 COLUMNS = ("jobs", "preempted", "restored tokens", "recomputed tokens", "fallbacks", "D2H", "H2D")
+SERVER_COLUMNS = ("requests", "preempted", "restored tokens", "resent", "mismatches")
 
 
 @pytest.fixture(scope="session")
@@ -55,21 +56,38 @@ def record_refusal(request):
     return row
 
 
+@pytest.fixture
+def record_servers(request):
+    """Notes what prefill and decode servers did, by ``SERVER_COLUMNS``, for a table like that."""
+
+    def row(*figures):
+        request.node.user_properties.append(("servers", figures))
+
+    return row
+
+
 def pytest_terminal_summary(terminalreporter):
-    cells = {
-        report.nodeid: cell
-        for report in terminalreporter.stats.get("passed", ())
-        for name, cell in report.user_properties
-        if name == "cell"
-    }
-    if not cells:
-        return
-    docs_table.keep(cells, vllm.__version__)
-    rows = [
-        (test.split("::", 1)[1], *(cell[column] for column in COLUMNS))
-        for test, cell in sorted(cells.items())
+    recorded = {"cell": {}, "servers": {}}
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, value in report.user_properties:
+            recorded[name][report.nodeid] = value
+    cells = recorded["cell"]
+    if cells:
+        docs_table.keep(cells, vllm.__version__)
+    rows = {
+        test: [cell[column] for column in COLUMNS]
+        for test, cell in cells.items()
         if "refused" not in cell
-    ]
-    terminalreporter.section("what happened on the engine")
-    for row in [("case", *COLUMNS), ("---",) * (len(COLUMNS) + 1), *rows]:
-        terminalreporter.write_line("| " + " | ".join(map(str, row)) + " |")
+    }
+    _write_table(terminalreporter, "what happened on the engine", COLUMNS, rows)
+    title = "what happened on prefill and decode servers"
+    _write_table(terminalreporter, title, SERVER_COLUMNS, recorded["servers"])
+
+
+def _write_table(terminalreporter, title, columns, rows):
+    if not rows:
+        return
+    terminalreporter.section(title)
+    lines = [(test.split("::", 1)[1], *cells) for test, cells in sorted(rows.items())]
+    for line in [("case", *columns), ("---",) * (len(columns) + 1), *lines]:
+        terminalreporter.write_line("| " + " | ".join(map(str, line)) + " |")

@@ -1,0 +1,126 @@
+"""Sends requests to the proxy, and says what became of them.
+
+    python examples/pd/load.py --requests 100 --concurrency 50
+
+Prompts are random token ids, so any model will do. Preemptions are counted by the decode server,
+resends by the proxy, and restored tokens in the decode server's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import time
+from pathlib import Path
+
+import aiohttp
+from tqdm import tqdm
+
+
+async def complete(session: aiohttp.ClientSession, body: dict[str, object]) -> list[float]:
+    """When each token came, in seconds since the request was sent."""
+    times: list[float] = []
+    started = time.perf_counter()
+    async with session.post("/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"]["message"])
+            new = chunk["usage"]["completion_tokens"] - len(times)
+            times += [time.perf_counter() - started] * new
+    return times
+
+
+async def counter(url: str, name: str) -> float:
+    """The sum of a counter in /metrics over all its labels."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
+        metrics = await response.text()
+    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", metrics, re.M)))
+
+
+def restored_tokens(log: Path) -> int:
+    """Tokens that the decode server has copied back to the device."""
+    loads = re.findall(r"preempt offload H2D load .*: tokens (\d+) to (\d+)", log.read_text())
+    return sum(int(end) - int(first) for first, end in loads)
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Sends all requests and prints the figures."""
+    rng = random.Random(options.seed)
+    places = asyncio.Semaphore(options.concurrency)
+    timeout = aiohttp.ClientTimeout(total=None)
+
+    async def one(prompt: list[int]) -> list[float]:
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": options.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        async with places:
+            times = await complete(session, body)
+        bar.update()
+        return times
+
+    async def figures() -> tuple[float, float, int]:
+        return (
+            await counter(options.decode, "vllm:num_preemptions_total"),
+            await counter(options.proxy, "pd_proxy_resends_total"),
+            restored_tokens(options.decode_log),
+        )
+
+    before = await figures()
+    started = time.perf_counter()
+    async with aiohttp.ClientSession(options.proxy, timeout=timeout, read_bufsize=2**25) as session:
+        async with session.get("/v1/models") as response:
+            model = (await response.json())["data"][0]["id"]
+        with tqdm(total=options.requests, unit="request") as bar:
+            lengths = [rng.randint(1, 2 * options.prompt_tokens) for _ in range(options.requests)]
+            prompts = [[rng.randint(3, 500) for _ in range(length)] for length in lengths]
+            all_times = await asyncio.gather(*map(one, prompts))
+    seconds = time.perf_counter() - started
+    preemptions, resends, restored = (
+        new - old for new, old in zip(await figures(), before, strict=True)
+    )
+
+    first = [times[0] for times in all_times]
+    per_token = [(t[-1] - t[0]) / (len(t) - 1) for t in all_times if len(t) > 1]
+    for name, values in (("TTFT", first), ("TPOT", per_token)):
+        values = sorted(values)
+        worst = values[-1 - len(values) // 100]
+        print(
+            f"{name:17}mean {1000 * statistics.mean(values):.0f} ms, "
+            f"median {1000 * statistics.median(values):.0f} ms, p99 {1000 * worst:.0f} ms"
+        )
+    tokens = sum(map(len, all_times))
+    print(f"tokens           {tokens}, {tokens / seconds:.0f}/s")
+    print(f"preemptions      {preemptions:.0f}")
+    print(f"restored tokens  {restored}")
+    print(f"resends          {resends:.0f}")
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--proxy", default="http://127.0.0.1:8000", help="base URL")
+    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="base URL")
+    parser.add_argument("--decode-log", type=Path, default=Path("pd-logs/decode.log"))
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--concurrency", type=int, default=50)
+    parser.add_argument("--prompt-tokens", type=int, default=150, help="mean; up to twice that")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
