@@ -12,6 +12,7 @@
 # make simulate PLAN=file.jsonl      one that failed, telling what happens
 # make soak SECONDS=3600             plans that nobody has seen, for as long as one likes
 # make mutations                     faults put into the package, and whether they are caught
+# make mutations ONLY=stream_device  those in one file, or of one name
 #
 # Needs Python 3.11 with venv, a Rust toolchain with cargo-nextest, and a C compiler. All else is
 # installed into .venv/ and target/.
@@ -122,7 +123,7 @@ soak: .venv/vllm-$(VLLM)/.installed
 	done; wait -n && wait -n
 
 mutations: .venv/vllm-$(VLLM)/.installed
-	$(SIMULATE).mutate
+	$(SIMULATE).mutate $(ONLY)
 
 demo: $(NEWEST_ENGINE)/.installed
 	$(NEWEST_ENGINE)/bin/preempt-offload demo

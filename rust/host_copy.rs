@@ -67,7 +67,6 @@ unsafe fn copy_share(descriptors: &Descriptors, share: Range<u64>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::Direction;
 
     const GUARD: u8 = 0xaa;
 
@@ -113,7 +112,7 @@ mod tests {
                 let from = random.below(src.len() - size + 1);
                 let (device, host) = (src[from..].as_ptr(), dst[to..].as_mut_ptr());
                 let (device, host) = (device as usize as u64, host as usize as u64);
-                descriptors.push(Direction::DeviceToHost, device, host, size as u64);
+                descriptors.push(device as i64, host as i64, size as i64);
                 places.extend((to..to + size).zip(from..from + size));
             }
             Self { descriptors, src, dst, places }

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use numpy::{
-    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods,
+    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyReadwriteArray2,
+    PyUntypedArrayMethods,
 };
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
@@ -368,6 +369,25 @@ impl BlockLayout {
         let (src, dst, size) =
             self.0.descriptors(self::direction(direction)?, &pairs)?.into_arrays();
         Ok((src.into_pyarray(py), dst.into_pyarray(py), size.into_pyarray(py)))
+    }
+
+    /// Writes the descriptors into the rows of `out`; returns how many there are.
+    fn write_descriptors(
+        &self,
+        direction: &str,
+        pairs: PyReadonlyArray2<'_, u32>,
+        mut out: PyReadwriteArray2<'_, i64>,
+    ) -> PyResult<usize> {
+        let pairs = block_pairs(&pairs)?;
+        let shape = out.shape().to_vec();
+        let rows = (shape[0] == 3 && out.is_c_contiguous()).then(|| out.as_slice_mut());
+        let Some(Ok(rows)) = rows else {
+            let text = format!("out must be contiguous, of shape (3, n), not {shape:?}");
+            return Err(PyValueError::new_err(text));
+        };
+        let (src, rest) = rows.split_at_mut(shape[1]);
+        let (dst, size) = rest.split_at_mut(shape[1]);
+        Ok(self.0.write_descriptors(self::direction(direction)?, &pairs, [src, dst, size])?)
     }
 
     /// Copies with the processor; returns bytes.

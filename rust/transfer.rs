@@ -132,14 +132,10 @@ impl Descriptors {
     }
 
     /// Adds a copy of `size` bytes.
-    pub(crate) fn push(&mut self, direction: Direction, device: u64, host: u64, size: u64) {
-        let (src, dst) = match direction {
-            Direction::DeviceToHost => (device, host),
-            Direction::HostToDevice => (host, device),
-        };
-        self.src.push(src as i64);
-        self.dst.push(dst as i64);
-        self.size.push(size as i64);
+    pub(crate) fn push(&mut self, src: i64, dst: i64, size: i64) {
+        self.src.push(src);
+        self.dst.push(dst);
+        self.size.push(size);
     }
 }
 
@@ -216,10 +212,46 @@ impl BlockLayout {
         direction: Direction,
         pairs: &[BlockPair],
     ) -> Result<Descriptors, TransferError> {
+        let mut descriptors = Descriptors::default();
+        self.for_each_copy(direction, pairs, |src, dst, size| descriptors.push(src, dst, size))?;
+        Ok(descriptors)
+    }
+
+    /// Writes the same into arrays that are there already, as far as there is room.
+    ///
+    /// Returns how many copies there are; if it is more than the shortest array has room for,
+    /// the rest is missing.
+    ///
+    /// # Errors
+    /// As for [`BlockLayout::descriptors`].
+    pub fn write_descriptors(
+        &self,
+        direction: Direction,
+        pairs: &[BlockPair],
+        [src, dst, size]: [&mut [i64]; 3],
+    ) -> Result<usize, TransferError> {
+        let mut count = 0;
+        self.for_each_copy(direction, pairs, |from, to, bytes| {
+            if let (Some(src), Some(dst), Some(size)) =
+                (src.get_mut(count), dst.get_mut(count), size.get_mut(count))
+            {
+                (*src, *dst, *size) = (from, to, bytes);
+            }
+            count += 1;
+        })?;
+        Ok(count)
+    }
+
+    /// Calls `copy` with the source, the destination and the bytes of each copy.
+    fn for_each_copy(
+        &self,
+        direction: Direction,
+        pairs: &[BlockPair],
+        mut copy: impl FnMut(i64, i64, i64),
+    ) -> Result<(), TransferError> {
         self.check(direction, pairs)?;
         let mut sorted = pairs.to_vec();
         sorted.sort_unstable_by_key(|pair| (pair.group, pair.device));
-        let mut descriptors = Descriptors::default();
         for run in sorted
             .chunk_by(|a, b| a.group == b.group && a.device + 1 == b.device && a.host + 1 == b.host)
         {
@@ -231,11 +263,15 @@ impl BlockLayout {
                     let device = segment.device + u64::from(pair.device) * segment.stride;
                     let host = segment.host + u64::from(pair.host - 1) * segment.host_stride;
                     let size = segment.bytes * blocks_per_copy as u64;
-                    descriptors.push(direction, device, host, size);
+                    let (src, dst) = match direction {
+                        Direction::DeviceToHost => (device, host),
+                        Direction::HostToDevice => (host, device),
+                    };
+                    copy(src as i64, dst as i64, size as i64);
                 }
             }
         }
-        Ok(descriptors)
+        Ok(())
     }
 
     fn check(&self, direction: Direction, pairs: &[BlockPair]) -> Result<(), TransferError> {
@@ -320,6 +356,32 @@ mod tests {
         let descriptors = layout.descriptors(Direction::DeviceToHost, &run).unwrap();
         assert_eq!(descriptors.total_bytes(), 4 * 256);
         assert_eq!(descriptors.arrays().2, [3 * 256, 256]);
+    }
+
+    #[test]
+    fn descriptors_are_written_as_far_as_there_is_room() {
+        let layout = layout(&[segment(0, DEVICE, 256, 256, HOST), segment(0, 0, 64, 32, 0)]);
+        let run = pairs(0, &[(10, 1), (11, 2), (20, 4)]);
+        for direction in [Direction::DeviceToHost, Direction::HostToDevice] {
+            let all = layout.descriptors(direction, &run).unwrap();
+            let (src, dst, size) = all.arrays();
+            assert_eq!(size.len(), 5);
+            for room in [0, 1, 4, 5, 8] {
+                let mut out = [const { [-1; 8] }; 3];
+                let [a, b, c] = out.each_mut().map(|array| &mut array[..room]);
+                assert_eq!(layout.write_descriptors(direction, &run, [a, b, c]), Ok(5));
+                let written = room.min(5);
+                for (array, expected) in out.iter().zip([src, dst, size]) {
+                    assert_eq!(array[..written], expected[..written]);
+                    assert!(array[written..].iter().all(|&value| value == -1));
+                }
+            }
+        }
+        let wrong = pairs(0, &[(10, 1), (100, 2)]);
+        let error = layout.descriptors(Direction::DeviceToHost, &wrong).unwrap_err();
+        let written =
+            layout.write_descriptors(Direction::DeviceToHost, &wrong, [&mut [], &mut [], &mut []]);
+        assert_eq!(written, Err(error));
     }
 
     #[test]

@@ -158,6 +158,13 @@ class BlockLayout:
         self, direction: Direction, pairs: BlockPairs
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Source addresses, destination addresses and sizes in bytes."""
+    def write_descriptors(
+        self, direction: Direction, pairs: BlockPairs, out: npt.NDArray[np.int64]
+    ) -> int:
+        """Writes the same into the rows of ``out``, of shape (3, n), as far as there is room.
+
+        Returns how many there are, which may be more than ``n``.
+        """
     def copy(self, direction: Direction, pairs: BlockPairs, threads: int) -> int:
         """Copies with the processor, without the GIL; returns bytes.
 

@@ -52,7 +52,7 @@ __all__ = [
     "keep_windows_of_drafts",
     "loads_fail_by_block",
     "loads_fail_by_request",
-    "num_nodes",
+    "local_ranks",
     "outputs_under_way",
     "recompute_flag",
     "scheduler_advice",
@@ -181,9 +181,10 @@ def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:
     return alone and re.search(r"_dp\d+$", engine_id) is not None
 
 
-def num_nodes(vllm_config: VllmConfig) -> int:
-    """Machines that share the ranks of one engine."""
-    return int(getattr(vllm_config.parallel_config, "nnodes", 1))
+def local_ranks(vllm_config: VllmConfig) -> int:
+    """Ranks of this deployment on this machine, as far as this engine knows of them."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.local_world_size * max(parallel.data_parallel_size_local, 1))
 
 
 def uncomputed_cached_blocks(manager: KVCacheManager, request: Request) -> set[int]:

@@ -97,8 +97,12 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:
-            local_ranks = parallel.world_size // compat.num_nodes(vllm_config)
-            host_memory.check_fits(budget.bytes_per_rank, budget.source, num_ranks=local_ranks)
+            needed = budget.bytes_per_rank, budget.source
+            num_ranks = compat.local_ranks(vllm_config)
+            at_start = host_memory.available_at_start()
+            host_memory.check_fits(*needed, num_ranks=num_ranks, at_start=at_start)
+            if vllm_config.device_config.device_type == "npu":
+                host_memory.check_shared_memory(*needed, num_ranks=num_ranks)
             self.worker = OffloadWorker(
                 kv_cache_config,
                 rank=parallel.rank,

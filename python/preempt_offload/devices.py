@@ -53,7 +53,7 @@ class HostDevice:
     """KV caches in host memory, as on a CPU engine: the processor copies, at once."""
 
     def __init__(self, layout: CacheLayout, *, num_host_blocks: int, threads: int) -> None:
-        self._pool = torch.empty(layout.host_bytes(num_host_blocks), dtype=torch.uint8)
+        self._pool = torch.empty(sum(layout.column_bytes(num_host_blocks)), dtype=torch.uint8)
         self._layout = layout.bind(self._pool.data_ptr(), num_host_blocks)
         self._threads = threads
 

@@ -224,32 +224,42 @@ class CacheLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes that one host block takes: those of a block of the largest group."""
-        return max(map(_num_bytes, self.groups), default=0)
+        return _num_bytes(self._largest_group)
 
-    def host_bytes(self, num_host_blocks: int) -> int:
-        """Bytes to allocate for ``num_host_blocks`` host blocks."""
-        return self.block_bytes * num_host_blocks
+    @property
+    def _largest_group(self) -> list[Segment]:
+        return max(self.groups, key=_num_bytes, default=[])
 
-    def bind(self, host_address: int, num_host_blocks: int) -> BlockLayout:
-        """The layout together with a host pool at ``host_address``.
+    def column_bytes(self, num_host_blocks: int) -> list[int]:
+        """Bytes to allocate for each column of a pool of ``num_host_blocks``; see ``bind``."""
+        return [segment.size * num_host_blocks for segment in self._largest_group]
+
+    def bind(self, pool: int | Sequence[int], num_host_blocks: int) -> BlockLayout:
+        """The layout together with a host pool.
 
         The pool consists of columns, one for each segment of the largest group, with that
         part of every host block. They are arrays, so that neighbours on both sides are one
         long copy. The other groups' segments fill the same columns one after the other, and
         are cut where a column ends.
+
+        Args:
+            pool: The address of each column, or of the first if they follow one another.
+            num_host_blocks: Blocks of the pool.
         """
-        largest = max(self.groups, key=_num_bytes, default=[])
-        ends = itertools.accumulate((segment.size for segment in largest), initial=0)
-        columns = list(itertools.pairwise(ends))
+        sizes = self.column_bytes(num_host_blocks)
+        if isinstance(pool, int):
+            pool = list(itertools.accumulate(sizes[:-1], initial=pool)) if sizes else []
+        ends = itertools.accumulate((segment.size for segment in self._largest_group), initial=0)
+        columns = list(zip(itertools.pairwise(ends), pool, strict=True))
         pieces = []
         for group, segments in enumerate(self.groups):
             first = 0
             for segment in segments:
-                for start, end in columns:
+                for (start, end), column in columns:
                     begin, stop = max(start, first), min(end, first + segment.size)
                     if begin < stop:
                         device = segment.address + begin - first
-                        host = host_address + start * num_host_blocks + begin - start
+                        host = column + begin - start
                         piece = (device, segment.stride, stop - begin, host, end - start)
                         pieces.append((group, *piece))
                 first += segment.size
@@ -259,5 +269,5 @@ class CacheLayout:
             len(self.groups),
             pieces,
             self.regions,
-            [(host_address, self.host_bytes(num_host_blocks))],
+            list(zip(pool, sizes, strict=True)),
         )

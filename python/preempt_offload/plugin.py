@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from preempt_offload import host_memory
 from preempt_offload.log import get_logger
 
 logger = get_logger(__name__)
@@ -27,6 +28,8 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    # While no rank has allocated anything.
+    host_memory.available_at_start()
     global _our_loader
     if MULTI_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(MULTI_NAME, MULTI_HOME, MULTI_NAME)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from preempt_offload.devices import Transfer, TransferResult
+from preempt_offload.devices import Ended, Transfer, TransferResult
+from preempt_offload.host_pool import allocate_pinned
 from preempt_offload.log import get_logger
 
 if TYPE_CHECKING:
@@ -40,10 +41,15 @@ logger = get_logger(__name__)
 
 # What vllm-ascend's operator calls the directions.
 _ASCEND_DIRECTIONS = {"h2d": 0, "d2h": 1}
+# Copies that the first buffers have room for.
+_FIRST_CAPACITY = 16
 
 
 class StreamDevice:
     """Copies on streams.
+
+    What a transfer needs is used again when it is through, so that a transfer like those before
+    makes nothing new: neither events, which take a call to the driver, nor buffers.
 
     Args:
         layout: Where the blocks of the KV caches are.
@@ -51,6 +57,10 @@ class StreamDevice:
         num_host_blocks: Blocks of the pool in pinned host memory.
         copy_method: What enqueues the copies; see ``choose_copy``.
         module: The device's module, ``torch.npu`` for example; torch tells if not given.
+
+    Raises:
+        ValueError: There is too little host memory, or no such copy method.
+        RuntimeError: Host memory could not be pinned.
     """
 
     def __init__(
@@ -63,15 +73,15 @@ class StreamDevice:
         module: Any = None,
     ) -> None:
         self._module = torch.get_device_module(device) if module is None else module
-        self.pool = torch.empty(
-            layout.host_bytes(num_host_blocks), dtype=torch.uint8, pin_memory=device.type != "cpu"
-        )
-        self._layout = layout.bind(self.pool.data_ptr(), num_host_blocks)
+        self.pool = allocate_pinned(layout.column_bytes(num_host_blocks), device, self._module)
+        addresses = [column.data_ptr() for column in self.pool]
+        self._layout = layout.bind(addresses, num_host_blocks)
         self._copy = choose_copy(copy_method, layout, self.pool)
         self._streams = {"d2h": self._module.Stream(), "h2d": self._module.Stream()}
-        # Making an event takes a call to the driver, so they are used again: those of a transfer
-        # when its last one is done, because then no stream waits for any of them.
-        self._free: list[Any] = []
+        self._events: list[Any] = []
+        self._buffers: list[torch.Tensor] = []
+        # Events of transfers that are through. They are free when the last one is done, because
+        # then no stream waits for any of them.
         self._retired: deque[tuple[Any, ...]] = deque()
 
     def begin(self, direction: Direction, pairs: BlockPairs) -> Transfer:
@@ -80,8 +90,11 @@ class StreamDevice:
         Raises:
             AddressError: A block does not exist.
         """
-        arrays = self._layout.descriptors(direction, pairs)
-        ranges = tuple(map(torch.from_numpy, arrays))
+        buffer, ranges = self._write_ranges(direction, pairs)
+        num_bytes = int(ranges[2].sum())
+        if not num_bytes:
+            self._buffers.append(buffer)
+            return Ended(TransferResult(ok=True, num_bytes=0))
         stream, compute = self._streams[direction], self._module.current_stream()
         ready, done = self._take_event(), self._take_event()
         ready.record(compute)
@@ -99,12 +112,32 @@ class StreamDevice:
             compute.wait_event(done)
             events.append(self._take_event())
             events[-1].record(compute)
-        return StreamTransfer(tuple(events), ranges, self._retired)
+        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)
+
+    def retire(self, events: tuple[Any, ...], buffer: torch.Tensor) -> None:
+        """Takes back what a transfer that is through has used."""
+        self._retired.append(events)
+        self._buffers.append(buffer)
+
+    def _write_ranges(
+        self, direction: Direction, pairs: BlockPairs
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """A buffer, and within it the sources, targets and sizes of the copies."""
+        buffer = self._buffers.pop() if self._buffers else _new_buffer(_FIRST_CAPACITY)
+        count = self._layout.write_descriptors(direction, pairs, buffer.numpy())
+        if count > buffer.shape[1]:
+            buffer = _new_buffer(2 * count)
+            self._layout.write_descriptors(direction, pairs, buffer.numpy())
+        return buffer, (buffer[0, :count], buffer[1, :count], buffer[2, :count])
 
     def _take_event(self) -> Any:
-        if not self._free and self._retired and self._retired[0][-1].query():
-            self._free.extend(self._retired.popleft())
-        return self._free.pop() if self._free else self._module.Event()
+        if not self._events and self._retired and self._retired[0][-1].query():
+            self._events.extend(self._retired.popleft())
+        return self._events.pop() if self._events else self._module.Event()
+
+
+def _new_buffer(capacity: int) -> torch.Tensor:
+    return torch.empty((3, capacity), dtype=torch.int64)
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,25 +145,29 @@ class StreamTransfer:
     """Copies that were enqueued.
 
     Attributes:
+        device: Takes back what this has used.
         events: What they wait for, what is recorded when they are through, and, if the
             stream that computes waits for that, what is recorded behind.
-        ranges: What is copied, kept until then.
-        retired: Takes the events.
+        buffer: Holds what is copied, as it is until then.
+        ranges: Within it, sources, targets and sizes.
+        num_bytes: All of the sizes.
     """
 
+    device: StreamDevice
     events: tuple[Any, ...]
-    ranges: tuple[torch.Tensor, ...]
-    retired: deque[tuple[Any, ...]]
+    buffer: torch.Tensor
+    ranges: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    num_bytes: int
 
     def poll(self) -> TransferResult | None:
         """Whether the device has done them; does not wait."""
         if not self.events[1].query():
             return None
-        self.retired.append(self.events)
-        return TransferResult(ok=True, num_bytes=int(self.ranges[2].sum()))
+        self.device.retire(self.events, self.buffer)
+        return TransferResult(ok=True, num_bytes=self.num_bytes)
 
 
-def choose_copy(method: CopyMethod, layout: CacheLayout, pool: torch.Tensor) -> CopyRanges:
+def choose_copy(method: CopyMethod, layout: CacheLayout, pool: list[torch.Tensor]) -> CopyRanges:
     """What enqueues copies on the current stream.
 
     Args:
@@ -138,7 +175,7 @@ def choose_copy(method: CopyMethod, layout: CacheLayout, pool: torch.Tensor) -> 
             copies of a step. ``torch``: a call for each contiguous range. ``auto``: the first of
             them that is there.
         layout: Where the blocks of the KV caches are.
-        pool: The host pool.
+        pool: The columns of the host pool.
 
     Raises:
         ValueError: The operator that was asked for is not there.
@@ -177,15 +214,15 @@ class TorchCopy:
 
     Args:
         storages: Those behind the KV caches.
-        pool: The host pool.
+        pool: The columns of the host pool.
     """
 
-    def __init__(self, storages: list[torch.UntypedStorage], pool: torch.Tensor) -> None:
+    def __init__(self, storages: list[torch.UntypedStorage], pool: list[torch.Tensor]) -> None:
         device = [
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for storage in storages
         ]
-        parts = sorted([*device, pool], key=torch.Tensor.data_ptr)
+        parts = sorted([*device, *pool], key=torch.Tensor.data_ptr)
         self._parts = parts
         self._starts = np.array([part.data_ptr() for part in parts], np.int64)
 

@@ -1,9 +1,11 @@
 """A real engine whose copies run on the streams of a strict stand-in for an NPU."""
 
+import numpy as np
 import pytest
 import torch
 
-from harness import Engine, jobs
+from harness import BLOCK, Engine, jobs
+from preempt_offload.connector import PreemptOffloadConnector
 from preempt_offload.offload_worker import OffloadWorker
 from preempt_offload.stream_device import StreamDevice
 from strict_npu import StrictNpu
@@ -21,17 +23,37 @@ def npus(monkeypatch):
         device = StreamDevice(
             layout, torch.device("cpu"), num_host_blocks=worker._num_host_blocks, module=npus[-1]
         )
-        npus[-1].watch(device.pool, "host")
+        for column in device.pool:
+            npus[-1].watch(column, "host")
         for storage in layout.storages:
             npus[-1].watch(torch.tensor([], dtype=torch.uint8).set_(storage), "device")
         return device
 
+    def save_kv_layer(connector, layer, cache, metadata, **kwargs):
+        """vLLM calls this behind each layer of a forward."""
+        tell_of_attention(npus[-1], cache, metadata)
+
     monkeypatch.setattr(OffloadWorker, "_device_of", device_of)
+    monkeypatch.setattr(PreemptOffloadConnector, "save_kv_layer", save_kv_layer)
     return npus
 
 
+def tell_of_attention(npu, cache, metadata):
+    """Has the stand-in check what a layer of a forward has read and written."""
+    words, stride = cache[0].nbytes // 8, cache.stride(0) * cache.itemsize // 8
+    tables = zip(metadata.block_table.numpy(), metadata.seq_lens.tolist(), strict=False)
+    read = np.concatenate([table[: -(-tokens // BLOCK)] for table, tokens in tables])
+    slots = metadata.slot_mapping[: metadata.num_actual_tokens].numpy()
+    npu.compute()
+    for access, blocks in (npu.read, read), (npu.write, slots // BLOCK):
+        first = np.unique(blocks).astype(np.int64)[:, None] * stride
+        access(cache.data_ptr(), (first + np.arange(words)).ravel())
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_preempted_requests_are_restored(model, undisturbed, record, npus, async_scheduling):
+def test_preempted_requests_are_restored(
+    model, undisturbed, record, record_property, npus, async_scheduling
+):
     with Engine(
         model,
         31,
@@ -48,4 +70,9 @@ def test_preempted_requests_are_restored(model, undisturbed, record, npus, async
     assert outcome.restored_tokens > 0
     assert outcome.recomputed_tokens == 0
     (npu,) = npus
-    assert not npu.host_waits
+    record_property("npu", dict(npu.calls))
+    assert npu.calls["waits of the host"] == 0
+    assert npu.calls["accesses of what computes"] > 100
+    assert npu.calls["calls of the operator"] <= len(outcome.preemptions) + len(outcome.restores)
+    # A handful, which are used again.
+    assert npu.calls["events made"] < npu.calls["events recorded"] / 2

@@ -22,6 +22,8 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from preempt_offload._core import AddressError
 from preempt_offload.devices import HostDevice
 from preempt_offload.kv_layout import CacheLayout, parts_of
+from preempt_offload.stream_device import StreamDevice
+from strict_npu import StrictNpu
 
 N, HOST = 8, 6
 
@@ -66,8 +68,33 @@ def pairs(*rows):
     return np.array(rows, np.uint32).reshape(-1, 3)
 
 
-def device_for(caches, config, threads=2):
-    return HostDevice(CacheLayout.of(caches, config), num_host_blocks=HOST, threads=threads)
+def device_for(caches, config):
+    return HostDevice(CacheLayout.of(caches, config), num_host_blocks=HOST, threads=2)
+
+
+def stream_device_for(caches, config, copy_method, seed):
+    """A device on a stand-in for an NPU."""
+    npu, layout = StrictNpu(seed), CacheLayout.of(caches, config)
+    device = StreamDevice(
+        layout,
+        torch.device("cpu"),
+        num_host_blocks=HOST,
+        copy_method=copy_method,
+        module=npu,
+    )
+    for column in device.pool:
+        npu.watch(column, "host")
+    for storage in layout.storages:
+        npu.watch(torch.empty(0, dtype=torch.uint8).set_(storage), "device")
+    return device
+
+
+def carry_out(device, direction, block_pairs):
+    """How a copy ends."""
+    transfer = device.begin(direction, block_pairs)
+    while (result := transfer.poll()) is None:
+        pass
+    return result
 
 
 @pytest.mark.parametrize(("make", "block"), CACHES.values(), ids=CACHES)
@@ -256,12 +283,16 @@ class Storages:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("copied_by", ["processor", "ascend", "torch"])
 @pytest.mark.parametrize("make", EVERYTHING)
-def test_blocks_of_all_groups_come_back_elsewhere_and_no_other_byte_changes(make, seed):
+def test_blocks_of_all_groups_come_back_elsewhere_and_no_other_byte_changes(make, copied_by, seed):
     rng = np.random.default_rng(seed)
     config, caches = (make.make if hasattr(make, "make") else make)(N)
     storages = Storages(config, caches)
-    device = device_for(caches, config)
+    if copied_by == "processor":
+        device = device_for(caches, config)
+    else:
+        device = stream_device_for(caches, config, copied_by, seed)
 
     def different(last, count):
         """``count`` different ids of ``1..=last``."""
@@ -276,14 +307,14 @@ def test_blocks_of_all_groups_come_back_elsewhere_and_no_other_byte_changes(make
 
         before = rng.integers(0, 256, storages.read().size, np.uint8)
         storages.write(before)
-        result = device.begin("d2h", stored).poll()
+        result = carry_out(device, "d2h", stored)
         places = [storages.places(group, block) for group, block, _ in stored]
         assert result.num_bytes == sum(map(len, places))
         assert np.array_equal(storages.read(), before), "a store only reads"
 
         expected = rng.integers(0, 256, before.size, np.uint8)
         storages.write(expected)
-        assert device.begin("h2d", loaded).poll().num_bytes == result.num_bytes
+        assert carry_out(device, "h2d", loaded).num_bytes == result.num_bytes
         for (group, block, _), origin in zip(loaded, places, strict=True):
             expected[storages.places(group, block)] = before[origin]
         assert np.array_equal(storages.read(), expected)

@@ -289,7 +289,7 @@ def test_groups_with_the_same_memory_share_their_host_memory_too():
     assert layout.groups == [[segment], [segment]]
     assert layout.regions == [(tensor.data_ptr(), tensor.nbytes)]
     assert layout.block_bytes == PAGE
-    assert layout.host_bytes(5) == 5 * PAGE
+    assert sum(layout.column_bytes(5)) == 5 * PAGE
 
 
 def test_layers_side_by_side_in_each_block_are_one_segment():
@@ -392,7 +392,7 @@ def test_a_host_block_is_as_large_as_the_largest_group_needs():
     config = kv_cache_config(*groups, spec=specs, layout="BLHNC")
     layout = CacheLayout.of(caches, config)
     assert layout.block_bytes == 2 * PAGE
-    assert layout.host_bytes(5) == 10 * PAGE
+    assert sum(layout.column_bytes(5)) == 10 * PAGE
     # Two columns with a page of every host block; the second group's segment is in both.
     for host in range(1, 6):
         first, second = ((host - 1) * PAGE, PAGE), ((host + 4) * PAGE, PAGE)

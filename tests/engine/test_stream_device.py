@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_support import BLOCK_SIZE, HEAD_SIZE, HEADS, kv_cache_config
 
+from preempt_offload import stream_device
 from preempt_offload.kv_layout import CacheLayout, check_formats
 from preempt_offload.stream_device import StreamDevice
 from strict_npu import Race, StrictNpu
@@ -32,7 +33,8 @@ class Setup:
             module=self.npu,
         )
         self.npu.watch(self.cache, "device")
-        self.npu.watch(self.device.pool, "host")
+        for column in self.device.pool:
+            self.npu.watch(column, "host")
 
     def words(self, block):
         words = self.cache[block].nbytes // 8
@@ -65,10 +67,12 @@ def test_blocks_come_back_as_they_were(seed, copy_method):
     assert setup.end(load).ok
     setup.compute()
     assert torch.equal(setup.cache, before)
-    assert not setup.npu.host_waits
+    assert setup.npu.calls["waits of the host"] == 0
 
 
-def test_the_host_never_waits_and_events_are_used_again():
+def test_the_host_never_waits_and_events_and_buffers_are_used_again(monkeypatch):
+    made, new_buffer = [], stream_device._new_buffer
+    monkeypatch.setattr(stream_device, "_new_buffer", lambda n: (made.append(n), new_buffer(n))[1])
     setup = Setup()
     for step in range(300):
         store = setup.device.begin("d2h", PAIRS)
@@ -78,16 +82,41 @@ def test_the_host_never_waits_and_events_are_used_again():
         setup.end(load)
         setup.compute()
         if step == 10:
-            events = setup.npu.num_events
-    assert setup.npu.num_events == events
-    assert not setup.npu.host_waits
+            events, buffers = setup.npu.calls["events made"], len(made)
+    assert setup.npu.calls["events made"] == events
+    assert len(made) == buffers
+    assert setup.npu.calls["waits of the host"] == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 3, NUM_BLOCKS - 2])
+def test_buffers_grow_with_what_is_to_be_copied(monkeypatch, blocks):
+    monkeypatch.setattr(stream_device, "_FIRST_CAPACITY", 2)
+    setup = Setup()
+    before = setup.cache.clone()
+    # Neighbours on neither side, so that each is a copy of its own.
+    order = np.arange(1, HOST_BLOCKS + 1)[::-1][:blocks]
+    pairs = np.array([[0, i + 1, host] for i, host in enumerate(order)], np.uint32)
+    store = setup.device.begin("d2h", pairs)
+    setup.compute(writes=pairs[:, 1].tolist())
+    setup.end(store)
+    setup.end(setup.device.begin("h2d", pairs))
+    assert torch.equal(setup.cache, before)
+    assert setup.npu.calls["copies"] == 2 * blocks
+
+
+def test_nothing_to_copy_asks_nothing_of_the_device():
+    setup = Setup()
+    nothing = np.empty((0, 3), np.uint32)
+    for direction in ("d2h", "h2d"):
+        assert setup.device.begin(direction, nothing).poll().num_bytes == 0
+    assert not setup.npu.calls
 
 
 def test_a_copy_that_fails_halfway_leaves_nothing_under_way():
     setup = Setup(failures=1000)
     with pytest.raises(RuntimeError, match="refuses"):
         setup.device.begin("h2d", PAIRS)
-    assert setup.npu.host_waits == 1
+    assert setup.npu.calls["waits of the host"] == 1
     setup.compute(writes=[2])
 
 

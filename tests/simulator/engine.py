@@ -321,7 +321,7 @@ class Simulation:
         check_device(self.scheduler)
         check_nothing_left(self.scheduler, self.offload)
         for worker in self._workers:
-            worker.check_device()
+            self.happened.update({f"on streams: {k}": n for k, n in worker.device_calls().items()})
         if self._requests:
             raise Wrong(f"requests were lost: {sorted(self._requests)}")
         stats = dataclasses.asdict(self.offload.stats)

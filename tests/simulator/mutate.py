@@ -1,7 +1,7 @@
 """Puts each of the listed faults into a copy of the package and runs the simulator on it.
 
-``python -m simulator.mutate [part of a name ...]`` (``make mutations`` for all) prints a table
-of what was caught, and how; it fails if the unchanged package is, or if more than two of
+``python -m simulator.mutate [part of a name or file ...]`` (``make mutations`` for all) prints a
+table of what was caught, and how; it fails if the unchanged package is, or if more than two of
 fifty faults are not.
 """
 
@@ -32,8 +32,12 @@ UNCHANGED_STEPS = 20_000
 
 
 def main(parts: list[str]) -> int:
-    """Applies the faults whose names have one of ``parts``, or all."""
-    chosen = [m for m in MUTATIONS if not parts or any(part in m.name for part in parts)]
+    """Applies the faults whose names or files have one of ``parts``, or all."""
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if not parts or any(part in f"{mutation.name} {mutation.file}" for part in parts)
+    ]
     # Those that need no build first, so that the core is built anew for the others alone.
     chosen.sort(key=lambda mutation: mutation.in_core)
     sources = _copy_sources()

@@ -342,15 +342,15 @@ MUTATIONS = (
     Mutation(
         "use the events of copies that are under way",
         _STREAM,
-        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
-        "        self._free.extend(events)\n"
-        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        self._events.extend(events)\n"
+        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
     ),
     Mutation(
         "use events that what computes may wait for",
         _STREAM,
-        "if not self._free and self._retired and self._retired[0][-1].query():",
-        "if not self._free and self._retired:",
+        "if not self._events and self._retired and self._retired[0][-1].query():",
+        "if not self._events and self._retired:",
     ),
     Mutation(
         "use one event for the beginning and the end",
@@ -361,9 +361,21 @@ MUTATIONS = (
     Mutation(
         "let the addresses go before the copies are through",
         _STREAM,
-        "        return StreamTransfer(tuple(events), ranges, self._retired)\n",
-        "        sizes = (ranges[2].clone(),) * 3\n"
-        "        return StreamTransfer(tuple(events), sizes, self._retired)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer.clone(), (), num_bytes)\n",
+    ),
+    Mutation(
+        "write the next addresses over those of copies under way",
+        _STREAM,
+        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        self._buffers.append(buffer)\n"
+        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+    ),
+    Mutation(
+        "have only as many addresses as there was room for",
+        _STREAM,
+        "        if count > buffer.shape[1]:\n",
+        "        if count > 2 * buffer.shape[1]:\n",
     ),
     Mutation(
         "go on after a failure with copies under way",
@@ -499,8 +511,8 @@ MUTATIONS = (
     Mutation(
         "let the segments overlap on the host",
         _LAYOUT,
-        "host = host_address + start * num_host_blocks + begin - start",
-        "host = host_address + begin",
+        "host = column + begin - start",
+        "host = pool[0] + begin",
     ),
     Mutation(
         "swap device and host blocks",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -251,10 +252,11 @@ class Worker:
             failures=setup.failures,
         )
 
-    def check_device(self) -> None:
-        """The host has never waited for the device."""
-        if self._npu is not None and not self._setup.failures:
-            assert not self._npu.host_waits
+    def device_calls(self) -> Counter[str]:
+        """What was asked of the device; the host has never waited for it."""
+        calls = Counter[str]() if self._npu is None else self._npu.calls
+        assert self._setup.failures or not calls["waits of the host"]
+        return calls
 
     def _stream_device(self, layout: CacheLayout) -> StreamDevice:
         npu, worker = self._npu, self._connector.worker
@@ -263,7 +265,8 @@ class Worker:
         device = StreamDevice(
             layout, torch.device("cpu"), num_host_blocks=worker._num_host_blocks, module=npu
         )
-        npu.watch(device.pool, "host")
+        for column in device.pool:
+            npu.watch(column, "host")
         for storage in self._storages:
             npu.watch(torch.from_numpy(storage), "device")
         return device

@@ -19,7 +19,7 @@ import contextlib
 import ctypes
 import random
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -62,6 +62,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """What comes after waits for what came before ``event`` was recorded."""
+        self._npu.calls["waits of a stream"] += 1
         if event.mark is None:
             self._npu.fail("a stream waits for an event that was never recorded")
         self.clock = np.maximum(self.clock, event.mark.clock)
@@ -72,7 +73,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Blocks the host."""
-        self._npu.host_waits += 1
+        self._npu.calls["waits of the host"] += 1
         self.run()
         self._npu.host_clock = np.maximum(self._npu.host_clock, self.clock)
 
@@ -105,7 +106,7 @@ class Event:
     def __init__(self, npu: StrictNpu) -> None:
         self._npu = npu
         self.mark: _Mark | None = None
-        npu.num_events += 1
+        npu.calls["events made"] += 1
 
     def record(self, stream: Stream) -> None:
         """Marks the end of what is on ``stream`` now."""
@@ -113,11 +114,13 @@ class Event:
             self._npu.fail(
                 "an event is recorded anew while a stream waits for it, or before it is done"
             )
+        self._npu.calls["events recorded"] += 1
         self.mark = _Mark(stream.launch())
         stream.queue.append((self.mark,))
 
     def query(self) -> bool:
         """Whether it is done; the host does not wait."""
+        self._npu.calls["events asked"] += 1
         self._npu.let_time_pass()
         if self.mark is None:
             self._npu.fail("the host asks for an event that was never recorded")
@@ -133,14 +136,14 @@ class StrictNpu:
         seed: Decides when what is enqueued is carried out.
         failures: Batch copies out of a thousand that fail when a part of them is enqueued.
         eager: Whether a wait of the stream that computes is carried out at once, for engines
-            that do not tell when they compute.
+            that tell what they have touched only after they have.
     """
 
     def __init__(self, seed: int, *, failures: int = 0, eager: bool = False) -> None:
         self.streams: list[Stream] = []
         self.host_clock = np.zeros(MOST_STREAMS + 1, np.int64)
-        self.host_waits = 0
-        self.num_events = 0
+        # What the host has asked for, and what was checked of it.
+        self.calls = Counter[str]()
         self._rng = random.Random(seed)
         self._failures = failures
         self.eager = eager
@@ -184,9 +187,10 @@ class StrictNpu:
         raise self._race
 
     def watch(self, memory: torch.Tensor, kind: str) -> None:
-        """Takes the memory of a tensor: ``device`` or ``host``."""
+        """Takes the memory behind a tensor, once: ``device`` or ``host``."""
         storage = memory.untyped_storage()
-        self._regions.append(_Region(storage.data_ptr(), storage.nbytes(), kind, self.fail))
+        if all(region.address != storage.data_ptr() for region in self._regions):
+            self._regions.append(_Region(storage.data_ptr(), storage.nbytes(), kind, self.fail))
 
     def compute(self) -> None:
         """The stream that computes is launched, and has done its work when this returns."""
@@ -200,12 +204,16 @@ class StrictNpu:
                 self.force(item)
 
     def read(self, address: int, words: npt.NDArray[np.int64]) -> None:
-        """What computes reads words that start at ``address``."""
-        self._region(address).read(self._compute_clock, COMPUTE, words)
+        """What computes reads words, counted from ``address`` on."""
+        self.calls["accesses of what computes"] += 1
+        region = self._region(address)
+        region.read(self._compute_clock, COMPUTE, words + region.word_at(address))
 
     def write(self, address: int, words: npt.NDArray[np.int64]) -> None:
         """What computes writes them."""
-        self._region(address).write(self._compute_clock, COMPUTE, words)
+        self.calls["accesses of what computes"] += 1
+        region = self._region(address)
+        region.write(self._compute_clock, COMPUTE, words + region.word_at(address))
 
     def force(self, mark: _Mark) -> None:
         """Carries out all that comes before a mark."""
@@ -227,6 +235,8 @@ class StrictNpu:
         self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, direction: int
     ) -> None:
         """Enqueues copies on the current stream."""
+        self.calls["calls of the operator"] += 1
+        self.calls["copies"] += len(sizes)
         kinds = ("host", "device") if direction == 0 else ("device", "host")
         fails = self._rng.randrange(1000) < self._failures
         count = len(sizes) // 2 if fails else len(sizes)
@@ -254,12 +264,15 @@ class StrictNpu:
                 region = self._region(address)
                 if region.kind != kind:
                     self.fail(f"a copy that expects {kind} memory gets {region.kind} memory")
-                first = (address - region.address) // WORD
+                first = region.word_at(address)
                 access(region, clock, stream.index, np.arange(first, first + size // WORD))
 
         def carry_out() -> None:
-            if any(tensor() is None for tensor in given):
+            now = [tensor() for tensor in given]
+            if any(tensor is None for tensor in now):
                 self.fail("the addresses of copies are gone before the copies are through")
+            if [tensor[: len(ranges[0])].tolist() for tensor in now] != ranges:
+                self.fail("the addresses of copies change before the copies are through")
             for source, target, size in zip(*ranges, strict=True):
                 ctypes.memmove(target, source, size)
 
@@ -286,6 +299,10 @@ class _Region:
         self._writer = np.zeros(words, np.int64)
         self._written = np.zeros(words, np.int64)
         self._reads = np.zeros((MOST_STREAMS, words), np.int64)
+
+    def word_at(self, address: int) -> int:
+        """The word that an address is in."""
+        return (address - self.address) // WORD
 
     def read(self, clock: npt.NDArray[np.int64], stream: int, words: npt.NDArray[np.int64]) -> None:
         if (self._written[words] > clock[self._writer[words]]).any():

@@ -45,6 +45,32 @@ def test_descriptors_are_three_equally_long_int64_arrays(layout):
     assert [(a.dtype, a.shape) for a in arrays] == [(np.int64, (4,))] * 3
 
 
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_descriptors_are_written_into_an_array_as_far_as_there_is_room(layout, direction):
+    rows = pairs((0, 1, 1), (0, 3, 2), (1, 5, 3))
+    expected = np.array(layout.descriptors(direction, rows))
+    for room in (0, 3, 4, 7):
+        out = np.full((3, room), -1, np.int64)
+        assert layout.write_descriptors(direction, rows, out) == 4
+        assert np.array_equal(out[:, :4], expected[:, :room])
+        assert (out[:, 4:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((2, 8), np.int64),
+        np.empty((4, 8), np.int64),
+        np.empty((3, 16), np.int64)[:, ::2],
+        np.empty((8, 3), np.int64).T,
+    ],
+    ids=["two rows", "four rows", "gaps", "columns"],
+)
+def test_an_array_of_another_shape_is_refused(layout, out):
+    with pytest.raises(ValueError, match=r"contiguous, of shape \(3, n\)"):
+        layout.write_descriptors("d2h", pairs((0, 1, 1)), out)
+
+
 def test_descriptors_of_a_store_and_of_a_load_are_mirror_images(layout):
     store = layout.descriptors("d2h", pairs((0, 2, 1), (1, 4, 3)))
     load = layout.descriptors("h2d", pairs((0, 2, 1), (1, 4, 3)))
