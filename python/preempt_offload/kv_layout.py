@@ -58,8 +58,9 @@ def parts_of(cache: LayerCache) -> Sequence[torch.Tensor]:
     return cache if isinstance(cache, tuple | list) else (cache,)
 
 
-# Ascend's formats whose memory is what the shape and the strides say: ND, NCHW and NHWC.
-_PLAIN_NPU_FORMATS = (0, 1, 2)
+# Ascend's formats whose memory is what the shape and the strides say: NCHW, NHWC, ND and NCDHW.
+# Plain tensors of four dimensions have the first, and those of five the last.
+_PLAIN_NPU_FORMATS = (0, 1, 2, 30)
 
 
 def check_formats(kv_caches: Mapping[str, LayerCache]) -> None:

@@ -12,6 +12,7 @@ computes. Two orders have to hold, and events alone keep them, without the host 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from preempt_offload.config import CopyMethod
     from preempt_offload.kv_layout import CacheLayout
 
-    # (direction, sources, targets, sizes): int64 CPU tensors of addresses and bytes. Enqueues
-    # on the current stream. The tensors stay as they are until the copies are through.
+    # Sources, targets and sizes: int64 CPU tensors of addresses and bytes.
+    Ranges: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    # Enqueues copies on the current stream. The tensors stay as they are until those are through.
     CopyRanges: TypeAlias = Callable[[Direction, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 logger = get_logger(__name__)
@@ -43,6 +45,8 @@ logger = get_logger(__name__)
 _ASCEND_DIRECTIONS = {"h2d": 0, "d2h": 1}
 # Copies that the first buffers have room for.
 _FIRST_CAPACITY = 16
+# Copies in one call of an operator; drivers of several vendors have failed with more.
+MOST_PER_CALL = 4096
 
 
 class StreamDevice:
@@ -57,6 +61,7 @@ class StreamDevice:
         num_host_blocks: Blocks of the pool in pinned host memory.
         copy_method: What enqueues the copies; see ``choose_copy``.
         module: The device's module, ``torch.npu`` for example; torch tells if not given.
+        most_per_call: Copies in one call of an operator.
 
     Raises:
         ValueError: There is too little host memory, or no such copy method.
@@ -71,7 +76,9 @@ class StreamDevice:
         num_host_blocks: int,
         copy_method: CopyMethod = "auto",
         module: Any = None,
+        most_per_call: int = MOST_PER_CALL,
     ) -> None:
+        self._most_per_call = most_per_call
         self._module = torch.get_device_module(device) if module is None else module
         self.pool = allocate_pinned(layout.column_bytes(num_host_blocks), device, self._module)
         addresses = [column.data_ptr() for column in self.pool]
@@ -90,9 +97,8 @@ class StreamDevice:
         Raises:
             AddressError: A block does not exist.
         """
-        buffer, ranges = self._write_ranges(direction, pairs)
-        num_bytes = int(ranges[2].sum())
-        if not num_bytes:
+        buffer, batches = self._write_ranges(direction, pairs)
+        if not batches:
             self._buffers.append(buffer)
             return Ended(TransferResult(ok=True, num_bytes=0))
         stream, compute = self._streams[direction], self._module.current_stream()
@@ -101,7 +107,8 @@ class StreamDevice:
         stream.wait_event(ready)
         try:
             with self._module.stream(stream):
-                self._copy(direction, *ranges)
+                for ranges in batches:
+                    self._copy(direction, *ranges)
         except Exception:
             # Some may be under way, and their blocks are about to serve others.
             stream.synchronize()
@@ -112,7 +119,7 @@ class StreamDevice:
             compute.wait_event(done)
             events.append(self._take_event())
             events[-1].record(compute)
-        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)
+        return StreamTransfer(self, tuple(events), buffer, batches)
 
     def retire(self, events: tuple[Any, ...], buffer: torch.Tensor) -> None:
         """Takes back what a transfer that is through has used."""
@@ -121,14 +128,15 @@ class StreamDevice:
 
     def _write_ranges(
         self, direction: Direction, pairs: BlockPairs
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """A buffer, and within it the sources, targets and sizes of the copies."""
+    ) -> tuple[torch.Tensor, list[Ranges]]:
+        """A buffer, and within it what to copy, as much as goes into one call at a time."""
         buffer = self._buffers.pop() if self._buffers else _new_buffer(_FIRST_CAPACITY)
         count = self._layout.write_descriptors(direction, pairs, buffer.numpy())
         if count > buffer.shape[1]:
             buffer = _new_buffer(2 * count)
             self._layout.write_descriptors(direction, pairs, buffer.numpy())
-        return buffer, (buffer[0, :count], buffer[1, :count], buffer[2, :count])
+        batches = buffer[:, :count].split(self._most_per_call, dim=1) if count else ()
+        return buffer, [(sources, targets, sizes) for sources, targets, sizes in batches]
 
     def _take_event(self) -> Any:
         if not self._events and self._retired and self._retired[0][-1].query():
@@ -149,22 +157,21 @@ class StreamTransfer:
         events: What they wait for, what is recorded when they are through, and, if the
             stream that computes waits for that, what is recorded behind.
         buffer: Holds what is copied, as it is until then.
-        ranges: Within it, sources, targets and sizes.
-        num_bytes: All of the sizes.
+        batches: Within it, the ranges of each call.
     """
 
     device: StreamDevice
     events: tuple[Any, ...]
     buffer: torch.Tensor
-    ranges: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    num_bytes: int
+    batches: list[Ranges]
 
     def poll(self) -> TransferResult | None:
         """Whether the device has done them; does not wait."""
         if not self.events[1].query():
             return None
+        num_bytes = sum(int(sizes.sum()) for _, _, sizes in self.batches)
         self.device.retire(self.events, self.buffer)
-        return TransferResult(ok=True, num_bytes=self.num_bytes)
+        return TransferResult(ok=True, num_bytes=num_bytes)
 
 
 def choose_copy(method: CopyMethod, layout: CacheLayout, pool: list[torch.Tensor]) -> CopyRanges:
@@ -181,10 +188,12 @@ def choose_copy(method: CopyMethod, layout: CacheLayout, pool: list[torch.Tensor
         ValueError: The operator that was asked for is not there.
     """
     there: dict[str, CopyRanges] = {}
+    devices = {storage.device.type for storage in layout.storages}
+    if "npu" in devices:
+        _load_ascend_operators()
     if hasattr(torch.ops._C_ascend, "swap_blocks_batch"):
         there["ascend"] = _copy_by_ascend
-    on_cuda = any(storage.device.type == "cuda" for storage in layout.storages)
-    if on_cuda and hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+    if "cuda" in devices and hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         there["cuda"] = _copy_by_cuda
     there["torch"] = TorchCopy(layout.storages, pool)
     chosen = next(iter(there)) if method == "auto" else method
@@ -195,6 +204,14 @@ def choose_copy(method: CopyMethod, layout: CacheLayout, pool: list[torch.Tensor
         )
     logger.info("KV blocks are copied by %r (copy_method=%r)", chosen, method)
     return there[chosen]
+
+
+def _load_ascend_operators() -> None:
+    """Has vllm-ascend register its operators, which it does when it first needs one."""
+    with contextlib.suppress(ImportError):
+        from vllm_ascend.utils import enable_custom_op  # type: ignore[import-not-found]
+
+        enable_custom_op()
 
 
 def _copy_by_ascend(

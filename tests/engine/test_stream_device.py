@@ -8,9 +8,10 @@ import pytest
 import torch
 from engine_support import BLOCK_SIZE, HEAD_SIZE, HEADS, kv_cache_config
 
+import strict_npu
 from preempt_offload import stream_device
 from preempt_offload.kv_layout import CacheLayout, check_formats
-from preempt_offload.stream_device import StreamDevice
+from preempt_offload.stream_device import MOST_PER_CALL, StreamDevice, choose_copy
 from strict_npu import Race, StrictNpu
 
 NUM_BLOCKS, HOST_BLOCKS = 8, 6
@@ -20,7 +21,7 @@ PAIRS = np.array([[0, 2, 1], [0, 3, 2], [0, 6, 5]], np.uint32)
 class Setup:
     """A device on the stand-in, with one KV cache full of numbers."""
 
-    def __init__(self, seed=0, copy_method="auto", **args):
+    def __init__(self, seed=0, copy_method="auto", most_per_call=MOST_PER_CALL, **args):
         self.npu = StrictNpu(seed, **args)
         self.cache = torch.arange(NUM_BLOCKS * 2 * BLOCK_SIZE * HEADS * HEAD_SIZE).float()
         self.cache = self.cache.reshape(NUM_BLOCKS, 2, BLOCK_SIZE, HEADS * HEAD_SIZE)
@@ -31,6 +32,7 @@ class Setup:
             num_host_blocks=HOST_BLOCKS,
             copy_method=copy_method,
             module=self.npu,
+            most_per_call=most_per_call,
         )
         self.npu.watch(self.cache, "device")
         for column in self.device.pool:
@@ -104,6 +106,25 @@ def test_buffers_grow_with_what_is_to_be_copied(monkeypatch, blocks):
     assert setup.npu.calls["copies"] == 2 * blocks
 
 
+@pytest.mark.parametrize("failures", [0, 1000])
+def test_what_is_too_much_for_one_call_takes_several(monkeypatch, failures):
+    monkeypatch.setattr(strict_npu, "MOST_COPIES", 2)
+    setup = Setup(most_per_call=2, failures=failures)
+    before = setup.cache.clone()
+    pairs = np.array([[0, i + 1, HOST_BLOCKS - i] for i in range(5)], np.uint32)
+    if failures:
+        with pytest.raises(RuntimeError, match="refuses"):
+            setup.device.begin("d2h", pairs)
+        return
+    store = setup.device.begin("d2h", pairs)
+    setup.compute(writes=pairs[:, 1].tolist())
+    assert setup.end(store).num_bytes == 5 * setup.cache[0].nbytes
+    setup.end(setup.device.begin("h2d", pairs))
+    assert torch.equal(setup.cache, before)
+    assert setup.npu.calls["calls of the operator"] == 2 * 3
+    assert setup.npu.calls["copies"] == 2 * 5
+
+
 def test_nothing_to_copy_asks_nothing_of_the_device():
     setup = Setup()
     nothing = np.empty((0, 3), np.uint32)
@@ -123,6 +144,20 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way():
 def test_an_operator_that_is_not_there_is_told():
     with pytest.raises(ValueError, match=r"'cuda' needs an operator.*ascend, torch"):
         Setup(copy_method="cuda")
+
+
+def test_the_operators_of_an_npu_are_loaded(monkeypatch):
+    loaded = []
+    utils = SimpleNamespace(enable_custom_op=lambda: loaded.append(True))
+    monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    layout = SimpleNamespace(storages=[])
+    choose_copy("torch", layout, [])
+    assert not loaded
+    monkeypatch.setattr(stream_device, "TorchCopy", lambda storages, pool: "a copy each")
+    layout.storages = [SimpleNamespace(device=SimpleNamespace(type="npu"))]
+    assert choose_copy("torch", layout, []) == "a copy each"
+    assert loaded
 
 
 def test_without_an_order_memory_must_not_be_touched():
@@ -148,7 +183,7 @@ def test_an_event_is_not_recorded_while_it_is_in_use():
         event.record(stream)
 
 
-@pytest.mark.parametrize(("kind", "plain"), [(0, True), (2, True), (29, False)])
+@pytest.mark.parametrize(("kind", "plain"), [(0, True), (2, True), (30, True), (29, False)])
 def test_private_npu_formats_are_refused(monkeypatch, kind, plain):
     monkeypatch.setitem(
         sys.modules, "torch_npu", SimpleNamespace(get_npu_format=lambda tensor: kind)

@@ -321,10 +321,12 @@ MUTATIONS = (
         _STREAM,
         "        stream.wait_event(ready)\n        try:\n"
         "            with self._module.stream(stream):\n"
-        "                self._copy(direction, *ranges)\n",
+        "                for ranges in batches:\n"
+        "                    self._copy(direction, *ranges)\n",
         "        try:\n"
         "            with self._module.stream(stream):\n"
-        "                self._copy(direction, *ranges)\n"
+        "                for ranges in batches:\n"
+        "                    self._copy(direction, *ranges)\n"
         "            stream.wait_event(ready)\n",
     ),
     Mutation(
@@ -342,9 +344,9 @@ MUTATIONS = (
     Mutation(
         "use the events of copies that are under way",
         _STREAM,
-        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, batches)\n",
         "        self._events.extend(events)\n"
-        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, batches)\n",
     ),
     Mutation(
         "use events that what computes may wait for",
@@ -361,21 +363,28 @@ MUTATIONS = (
     Mutation(
         "let the addresses go before the copies are through",
         _STREAM,
-        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
-        "        return StreamTransfer(self, tuple(events), buffer.clone(), (), num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, batches)\n",
+        "        copies = [tuple(map(torch.clone, ranges)) for ranges in batches]\n"
+        "        return StreamTransfer(self, tuple(events), buffer.clone(), copies)\n",
     ),
     Mutation(
         "write the next addresses over those of copies under way",
         _STREAM,
-        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, batches)\n",
         "        self._buffers.append(buffer)\n"
-        "        return StreamTransfer(self, tuple(events), buffer, ranges, num_bytes)\n",
+        "        return StreamTransfer(self, tuple(events), buffer, batches)\n",
     ),
     Mutation(
         "have only as many addresses as there was room for",
         _STREAM,
         "        if count > buffer.shape[1]:\n",
         "        if count > 2 * buffer.shape[1]:\n",
+    ),
+    Mutation(
+        "copy no more than goes into one call",
+        _STREAM,
+        "                for ranges in batches:\n",
+        "                for ranges in batches[:1]:\n",
     ),
     Mutation(
         "go on after a failure with copies under way",

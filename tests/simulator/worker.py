@@ -263,7 +263,11 @@ class Worker:
         assert npu is not None
         assert worker is not None
         device = StreamDevice(
-            layout, torch.device("cpu"), num_host_blocks=worker._num_host_blocks, module=npu
+            layout,
+            torch.device("cpu"),
+            num_host_blocks=worker._num_host_blocks,
+            module=npu,
+            most_per_call=8,
         )
         for column in device.pool:
             npu.watch(column, "host")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WORD = 8
 MOST_STREAMS = 4
+MOST_COPIES = 4096
 # The stream that computes; the host has a clock of its own, too.
 COMPUTE, HOST = 0, MOST_STREAMS
 
@@ -237,6 +238,8 @@ class StrictNpu:
         """Enqueues copies on the current stream."""
         self.calls["calls of the operator"] += 1
         self.calls["copies"] += len(sizes)
+        if not 0 < len(sizes) <= MOST_COPIES:
+            self.fail(f"{len(sizes)} copies in one call, of which there may be 1 to {MOST_COPIES}")
         kinds = ("host", "device") if direction == 0 else ("device", "host")
         fails = self._rng.randrange(1000) < self._failures
         count = len(sizes) // 2 if fails else len(sizes)
