@@ -127,7 +127,8 @@ def test_the_format_of_a_tensor_is_told_as_a_number(torch_npu):
         if isinstance(node, ast.Assign)
     }
     plain = constant(OURS / "kv_layout.py", "_PLAIN_NPU_FORMATS")
-    assert {name for name, number in formats.items() if number in plain} == {"ND", "NCHW", "NHWC"}
+    plain_names = {name for name, number in formats.items() if number in plain}
+    assert plain_names == {"ND", "NCHW", "NHWC", "NCDHW"}
 
 
 # ---- vllm-ascend ----
@@ -172,6 +173,10 @@ def test_the_operator_is_loaded_when_kv_caches_are_registered(vllm_ascend):
     """A worker's module loads the allocator of sleep mode, and that the library."""
     assert "vllm_ascend.device_allocator.camem" in imports_of(vllm_ascend / "worker/worker.py")
     assert "vllm_ascend.vllm_ascend_C" in imports_of(vllm_ascend / "device_allocator/camem.py")
+
+
+def test_what_loads_the_operator_takes_nothing(vllm_ascend):
+    assert accepts(definition(vllm_ascend, "utils", "enable_custom_op"), 0)
 
 
 def imports_of(path):
