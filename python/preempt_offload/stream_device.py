@@ -178,9 +178,9 @@ def choose_copy(method: CopyMethod, layout: CacheLayout, pool: list[torch.Tensor
     """What enqueues copies on the current stream.
 
     Args:
-        method: ``ascend`` or ``cuda``: one call of an operator of vllm-ascend's or vLLM's for all
-            copies of a step. ``torch``: a call for each contiguous range. ``auto``: the first of
-            them that is there.
+        method: ``ascend`` or ``cuda``: an operator of vllm-ascend's or vLLM's, which takes many
+            copies in one call. ``torch``: a call for each contiguous range. ``auto``: the first
+            of them that is there.
         layout: Where the blocks of the KV caches are.
         pool: The columns of the host pool.
 

@@ -56,13 +56,24 @@ if hasattr(kv_cache_interface, "CircularBufferSpec"):
 def make(vllm_config):
     """Makes the connector through vLLM's factory, in one role."""
 
-    def make(role, extra=None, *, kv_cache=None, ranks=None, speculative=False, **config_args):
+    def make(
+        role,
+        extra=None,
+        *,
+        kv_cache=None,
+        ranks=None,
+        device_type=None,
+        speculative=False,
+        **config_args,
+    ):
         config = vllm_config(extra, **config_args)
         if speculative:
             # Its checks need a model to draft with.
             config.speculative_config = object.__new__(SpeculativeConfig)
         for name, value in (ranks or {}).items():
             setattr(config.parallel_config, name, value)
+        if device_type:
+            config.device_config.device_type = device_type
         return KVConnectorFactory.create_connector(
             config, role, kv_cache or kv_cache_config(["a"], num_blocks=8)
         )
@@ -118,6 +129,27 @@ def test_a_worker_refuses_a_pool_that_does_not_fit_into_memory(make, monkeypatch
     make(SCHEDULER)
     monkeypatch.setattr(host_memory, "available_bytes", lambda root: 8 * PAGE)
     make(WORKER)
+
+
+def test_all_ranks_on_the_machine_count_as_when_none_had_allocated(make, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda root: 8 * PAGE)
+    monkeypatch.setattr(host_memory, "available_at_start", lambda: 16 * PAGE - 1)
+    with pytest.raises(ValueError, match=rf"need {16 * PAGE} bytes .* for 2 rank"):
+        make(WORKER, ranks={"world_size": 2})
+    monkeypatch.setattr(host_memory, "available_at_start", lambda: 16 * PAGE)
+    make(WORKER, ranks={"world_size": 2})
+
+
+@pytest.mark.parametrize(("device_type", "refused"), [("npu", True), ("cpu", False)])
+def test_pools_for_npus_must_fit_into_shared_memory(make, monkeypatch, device_type, refused):
+    shared = SimpleNamespace(f_blocks=8 * PAGE // 512 - 1, f_frsize=512)
+    monkeypatch.setattr(host_memory, "os", SimpleNamespace(statvfs=lambda path: shared))
+    make(SCHEDULER, device_type=device_type)
+    if refused:
+        with pytest.raises(ValueError, match=r"/dev/shm has only .* --shm-size=1g"):
+            make(WORKER, device_type=device_type)
+    else:
+        make(WORKER, device_type=device_type)
 
 
 def test_a_vllm_of_another_version_is_refused(make, monkeypatch):

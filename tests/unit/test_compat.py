@@ -77,3 +77,13 @@ def test_the_offload_connector_is_found_among_others_that_have_its_hooks():
     assert compat.find_offload_connector(multi) is ours
     assert compat.find_offload_connector(SimpleNamespace(_connectors=[other, multi])) is ours
     assert compat.find_offload_connector(SimpleNamespace(_connectors=[other])) is None
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "local_engines", "ranks"), [(1, 1, 1), (8, 2, 16), (4, 0, 4)]
+)
+def test_ranks_on_this_machine(local_world_size, local_engines, ranks):
+    parallel = SimpleNamespace(
+        local_world_size=local_world_size, data_parallel_size_local=local_engines
+    )
+    assert compat.local_ranks(SimpleNamespace(parallel_config=parallel)) == ranks
