@@ -103,6 +103,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             host_memory.check_fits(*needed, num_ranks=num_ranks, at_start=at_start)
             if vllm_config.device_config.device_type == "npu":
                 host_memory.check_shared_memory(*needed, num_ranks=num_ranks)
+                host_memory.check_locked_memory(*needed)
             self.worker = OffloadWorker(
                 kv_cache_config,
                 rank=parallel.rank,

@@ -104,21 +104,25 @@ def check_shared_memory(
         )
 
 
-def locked_memory_advice(num_bytes: int, *, root: Path = ROOT) -> str | None:
-    """What may keep this process from pinning ``num_bytes``; ``None`` if nothing does.
+def check_locked_memory(num_bytes: int, source: str, *, root: Path = ROOT) -> None:
+    """Refuses a pinned host pool for an NPU that is larger than what this process may lock.
 
-    Drivers that pin memory by themselves do not count it, so this explains a failure, and does
-    not foretell one.
+    Args:
+        num_bytes: What this rank is to allocate; the limit is one of each process.
+        source: The config key to lower if it does not fit.
+        root: Where ``proc`` is mounted.
+
+    Raises:
+        ValueError: ``RLIMIT_MEMLOCK`` is too low, and nothing lifts it.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     match = re.search(r"^CapEff:\s+(\w+)", _read(root / "proc/self/status"), re.M)
     unlimited = match is not None and int(match[1], 16) >> _CAP_IPC_LOCK & 1
-    if unlimited or limit == resource.RLIM_INFINITY or num_bytes <= limit:
-        return None
-    return (
-        f"RLIMIT_MEMLOCK is {_size(limit)}, and {_size(num_bytes)} are to be pinned; if that "
-        "fails, start the container with --ulimit memlock=-1"
-    )
+    if not unlimited and limit != resource.RLIM_INFINITY and num_bytes > limit:
+        raise ValueError(
+            f"the pinned host KV pool of a rank needs {_size(num_bytes)}, but RLIMIT_MEMLOCK is "
+            f"{_size(limit)}; start the container with --ulimit memlock=-1, or lower {source}"
+        )
 
 
 def _cgroups(root: Path) -> Iterator[Path]:

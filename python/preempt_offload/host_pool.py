@@ -49,9 +49,6 @@ def allocate_pinned(
     chunks = chunks_of(column_bytes)
     total = sum(capacity for capacity, _ in chunks)
     host_memory.check_fits(total, _BUDGET)
-    advice = host_memory.locked_memory_advice(total) if pinned else None
-    if advice is not None:
-        logger.warning("%s", advice)
     columns: list[torch.Tensor] = []
     with _near(pci_address(device, module)), _Progress(total) as progress:
         for capacity, columns_inside in chunks:
@@ -60,7 +57,7 @@ def allocate_pinned(
             except RuntimeError as error:
                 raise RuntimeError(
                     f"could not pin {total} bytes of host memory, only {progress.done}; "
-                    f"lower {_BUDGET}{f'. {advice}' if advice else ''}"
+                    f"lower {_BUDGET}"
                 ) from error
             progress.done += capacity
             start = 0

@@ -152,6 +152,23 @@ def test_pools_for_npus_must_fit_into_shared_memory(make, monkeypatch, device_ty
         make(WORKER, device_type=device_type)
 
 
+@pytest.mark.parametrize(("device_type", "refused"), [("npu", True), ("cpu", False)])
+def test_pools_for_npus_must_be_within_the_limit_on_locked_memory(
+    make, monkeypatch, device_type, refused
+):
+    limits = SimpleNamespace(
+        RLIMIT_MEMLOCK=0, RLIM_INFINITY=-1, getrlimit=lambda which: (8 * PAGE - 1, 2**60)
+    )
+    monkeypatch.setattr(host_memory, "resource", limits)
+    monkeypatch.setattr(host_memory, "_CAP_IPC_LOCK", 63)
+    make(SCHEDULER, device_type=device_type)
+    if refused:
+        with pytest.raises(ValueError, match=r"RLIMIT_MEMLOCK is .* --ulimit memlock=-1"):
+            make(WORKER, device_type=device_type)
+    else:
+        make(WORKER, device_type=device_type)
+
+
 def test_a_vllm_of_another_version_is_refused(make, monkeypatch):
     monkeypatch.setattr(connector.vllm, "__version__", "0.99.0")
     with pytest.raises(ImportError, match=r"supports vLLM 0\.23 to .* this is vLLM 0\.99\.0"):

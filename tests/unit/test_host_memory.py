@@ -8,8 +8,8 @@ from preempt_offload import host_memory
 from preempt_offload.host_memory import (
     available_bytes,
     check_fits,
+    check_locked_memory,
     check_shared_memory,
-    locked_memory_advice,
 )
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -209,11 +209,11 @@ def limit(monkeypatch, machine):
     return set_limit
 
 
-def test_a_limit_on_locked_memory_is_told(limit):
-    advice = locked_memory_advice(GIB, root=limit(64 * KIB))
-    assert f"RLIMIT_MEMLOCK is {64 * KIB} bytes" in advice
-    assert f"{GIB} bytes (1.00 GiB) are to be pinned" in advice
-    assert "--ulimit memlock=-1" in advice
+def test_pinned_pools_must_be_within_the_limit_on_locked_memory(limit):
+    with pytest.raises(ValueError, match="--ulimit memlock=-1, or lower some_key") as caught:
+        check_locked_memory(GIB, "some_key", root=limit(64 * KIB))
+    assert f"needs {GIB} bytes (1.00 GiB)" in str(caught.value)
+    assert f"RLIMIT_MEMLOCK is {64 * KIB} bytes" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,10 @@ def test_a_limit_on_locked_memory_is_told(limit):
         (0, "000001ffffffffff"),
     ],
 )
-def test_nothing_is_told_where_the_limit_does_not_matter(limit, num_bytes, capabilities):
-    assert locked_memory_advice(GIB, root=limit(num_bytes, capabilities)) is None
+def test_nothing_is_refused_where_the_limit_does_not_matter(limit, num_bytes, capabilities):
+    check_locked_memory(GIB, "some_key", root=limit(num_bytes, capabilities))
 
 
 def test_other_capabilities_do_not_lift_it(limit):
-    assert locked_memory_advice(GIB, root=limit(0, "000001ffffffbfff"))
+    with pytest.raises(ValueError, match="RLIMIT_MEMLOCK is 0 bytes"):
+        check_locked_memory(GIB, "some_key", root=limit(0, "000001ffffffbfff"))
