@@ -387,7 +387,12 @@ class Simulation:
         needed = sum(
             1
             if group.kind == "state"
-            else sum(block > 0 for block in table[: -(-num_tokens // group.block_tokens)])
+            else sum(
+                block > 0
+                for block in table[
+                    : -(-num_tokens // (group.block_tokens * self._setup.ranks_of(group)))
+                ]
+            )
             for group, table in zip(groups, blocks, strict=True)
         )
         entries = self.offload.table.entries()
@@ -464,6 +469,7 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     cache.mamba_cache_mode = setup.state_mode
     config.parallel_config = parallel = copy.copy(config.parallel_config)
     parallel.world_size = setup.world_size
+    parallel.decode_context_parallel_size = setup.context_parallel
     config.kv_transfer_config = KVTransferConfig(
         kv_connector=plugin.NAME,
         kv_role=setup.role,

@@ -39,6 +39,8 @@ class Setup:
         host_ratio: Host blocks per device block.
         share: Whether full blocks are shared between preserved requests.
         world_size: Workers.
+        context_parallel: Workers that a block of full attention spreads its tokens over in turn,
+            as with decode context parallelism; it divides ``world_size``.
         asynchronous: Async scheduling: a step is scheduled while one is under way.
         prefix_caching: The device's own prefix cache.
         priorities: Priority scheduling instead of first come, first served.
@@ -62,6 +64,7 @@ class Setup:
     host_ratio: float = 1.0
     share: bool = False
     world_size: int = 1
+    context_parallel: int = 1
     asynchronous: bool = False
     prefix_caching: bool = False
     priorities: bool = False
@@ -83,6 +86,10 @@ class Setup:
     def page_bytes(self) -> int:
         """Bytes of a layer's block in every group: one or more tags for each of its tokens."""
         return 8 * math.lcm(*(group.block_tokens for group in self.groups))
+
+    def ranks_of(self, group: Group) -> int:
+        """Workers that the tokens of a block of this group are spread over."""
+        return self.context_parallel if group.kind == "full" else 1
 
     @property
     def layer_names(self) -> list[list[str]]:
@@ -204,7 +211,7 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
     asynchronous = rng.random() < 0.5
     if states and prefix_caching:
         drafts = 0
-    return Setup(
+    setup = Setup(
         groups=groups,
         # At least what the longest request needs, and the null block.
         num_blocks=1
@@ -232,6 +239,12 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         delay=rng.choice((0, 1, 3, 6)),
         failures=rng.choice((0, 0, 0, 30, 300)),
     )
+    if [group.kind for group in groups] == ["full"]:
+        # The only ones that all versions of vLLM spread.
+        ranks = rng.choice((1, setup.world_size))
+        num_blocks = 1 + -(-(setup.num_blocks - 1) // ranks)
+        setup = dataclasses.replace(setup, context_parallel=ranks, num_blocks=num_blocks)
+    return setup
 
 
 def _random_groups(rng: random.Random) -> tuple[Group, ...]:

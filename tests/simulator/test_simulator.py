@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -94,6 +95,18 @@ def test_a_plan_survives_being_written_down():
 def test_a_plan_happens_the_same_way_again():
     assert simulate(PLAN) == simulate(PLAN)
     assert simulate(PLAN)["restored"] > 0
+
+
+def test_blocks_may_be_spread_over_ranks():
+    spread = dataclasses.replace(
+        PLAN.setup,
+        groups=(Group("full", 4, layers=2),),
+        num_blocks=12,
+        world_size=4,
+        context_parallel=2,
+    )
+    happened = simulate(dataclasses.replace(PLAN, setup=spread))
+    assert happened["restored"] > 0
 
 
 def test_the_shortest_plan_that_fails_is_found():

@@ -68,7 +68,8 @@ class _Cache:
         group: The layer's group.
         pages: The storage, bytes of shape (blocks, bytes of a page).
         setup: The engine.
-        mark: What the tags of this rank, group and layer differ by.
+        rank: The worker's.
+        layer: The layer's place in its group.
         npu: The device that is told what is read and written, if it is one.
     """
 
@@ -78,12 +79,14 @@ class _Cache:
         group: Group,
         pages: npt.NDArray[np.uint8],
         setup: Setup,
-        mark: int,
+        rank: int,
+        layer: int,
         npu: StrictNpu | None,
     ) -> None:
         self.group = group
         self._index = index
-        self._mark = mark
+        # What the tags of this rank, group and layer differ by.
+        self._mark = (rank * 16 + index) * 16 + layer
         self._all_states = setup.state_mode == "all"
         words = pages.view(np.int64)
         if group.kind == "state":
@@ -99,8 +102,11 @@ class _Cache:
         self._address, self._npu = pages.ctypes.data, npu
         self._words_of_slot = np.arange(width)
         self._tokens = tokens
-        self._block_of = _POSITIONS // tokens
-        self._offset_of = _POSITIONS % tokens
+        # Where tokens are spread over ranks, each in turn has one of them, one behind the other.
+        num_ranks = setup.ranks_of(group)
+        self._is_here = _POSITIONS % num_ranks == rank % num_ranks
+        self._block_of = _POSITIONS // (tokens * num_ranks)
+        self._offset_of = _POSITIONS % (tokens * num_ranks) // num_ranks
 
     def step(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
@@ -122,9 +128,13 @@ class _Cache:
     def scribble(self, row: _Row, num_tokens: int) -> None:
         """Overwrites the slots of the step's tokens."""
         if self.group.kind != "state":
-            positions = slice(row.computed, row.computed + num_tokens)
+            positions = self._here(row.computed, row.computed + num_tokens)
             blocks = row.tables[self._index][self._block_of[positions]]
             self._write(blocks * self._tokens + self._offset_of[positions], GARBAGE)
+
+    def _here(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Of the positions from ``start`` to ``end``, those whose tokens this rank has."""
+        return _POSITIONS[start:end][self._is_here[start:end]]
 
     def _step_attention(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
@@ -139,22 +149,23 @@ class _Cache:
         end = start + num_tokens
         if table.size <= self._block_of[end - 1]:
             raise WrongKV(f"{name}: group {self._index} has no slot for token {end - 1}")
-        blocks = table[self._block_of[first:end]]
+        positions = self._here(first, end)
+        blocks = table[self._block_of[positions]]
         if not blocks.all():
-            position = first + int(np.argmin(blocks != 0))
+            position = positions[np.argmin(blocks != 0)]
             raise WrongKV(f"{name}: group {self._index} has the null block at token {position}")
-        slots = blocks * self._tokens + self._offset_of[first:end]
-        held = self._read(slots[: start - first])
-        wrong = (held != (tags[first:start] ^ self._mark)[:, None]).any(axis=1)
+        slots = blocks * self._tokens + self._offset_of[positions]
+        num_read, num_good = np.searchsorted(positions, (start, start + good))
+        right = (tags[positions[:num_good]] ^ self._mark)[:, None]
+        wrong = (self._read(slots[:num_read]) != right[:num_read]).any(axis=1)
         if wrong.any():
-            position = first + int(np.argmax(wrong))
+            position = positions[np.argmax(wrong)]
             raise WrongKV(
                 f"{name}: group {self._index} ({group.kind}) reads the wrong KV at token "
                 f"{position} of {start}, in block {table[self._block_of[position]]}"
             )
-        new = slots[start - first :]
-        self._write(new[:good], (tags[start : start + good] ^ self._mark)[:, None])
-        self._write(new[good:], GARBAGE)
+        self._write(slots[num_read:num_good], right[num_read:])
+        self._write(slots[num_good:], GARBAGE)
 
     def _step_state(
         self, name: str, row: _Row, tags: npt.NDArray[np.int64], num_tokens: int, good: int
@@ -232,7 +243,7 @@ class Worker:
         ]
         self._npu = StrictNpu(seed * 31 + rank, failures=setup.failures) if setup.streams else None
         self._caches = [
-            _Cache(i, group, pages, setup, mark=(rank * 16 + i) * 16 + layer, npu=self._npu)
+            _Cache(i, group, pages, setup, rank, layer, self._npu)
             for i, group in enumerate(setup.groups)
             for layer, pages in enumerate(self._storages[: group.layers])
         ]
