@@ -7,6 +7,17 @@ from reference import undisturbed_engine
 
 COLUMNS = ("jobs", "preempted", "restored tokens", "recomputed tokens", "fallbacks", "D2H", "H2D")
 SERVER_COLUMNS = ("requests", "preempted", "restored tokens", "resent", "mismatches")
+# What was asked of the stand-in for an NPU.
+NPU_COLUMNS = (
+    "calls of the operator",
+    "copies",
+    "events made",
+    "events recorded",
+    "events asked",
+    "waits of a stream",
+    "waits of the host",
+    "accesses of what computes",
+)
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +68,16 @@ def record_refusal(request):
 
 
 @pytest.fixture
+def record_npu(request):
+    """Notes what was asked of the stand-in for an NPU, for a table of its own."""
+
+    def row(npu):
+        request.node.user_properties.append(("npu", [npu.calls[name] for name in NPU_COLUMNS]))
+
+    return row
+
+
+@pytest.fixture
 def record_servers(request):
     """Notes what prefill and decode servers did, by ``SERVER_COLUMNS``, for a table like that."""
 
@@ -67,7 +88,7 @@ def record_servers(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    recorded = {"cell": {}, "servers": {}}
+    recorded = {"cell": {}, "servers": {}, "npu": {}}
     for report in terminalreporter.stats.get("passed", ()):
         for name, value in report.user_properties:
             recorded[name][report.nodeid] = value
@@ -82,6 +103,8 @@ def pytest_terminal_summary(terminalreporter):
     _write_table(terminalreporter, "what happened on the engine", COLUMNS, rows)
     title = "what happened on prefill and decode servers"
     _write_table(terminalreporter, title, SERVER_COLUMNS, recorded["servers"])
+    title = "what was asked of the stand-in for an NPU"
+    _write_table(terminalreporter, title, NPU_COLUMNS, recorded["npu"])
 
 
 def _write_table(terminalreporter, title, columns, rows):

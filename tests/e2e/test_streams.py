@@ -52,7 +52,7 @@ def tell_of_attention(npu, cache, metadata):
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_preempted_requests_are_restored(
-    model, undisturbed, record, record_property, npus, async_scheduling
+    model, undisturbed, record, record_npu, npus, async_scheduling
 ):
     with Engine(
         model,
@@ -70,7 +70,7 @@ def test_preempted_requests_are_restored(
     assert outcome.restored_tokens > 0
     assert outcome.recomputed_tokens == 0
     (npu,) = npus
-    record_property("npu", dict(npu.calls))
+    record_npu(npu)
     assert npu.calls["waits of the host"] == 0
     assert npu.calls["accesses of what computes"] > 100
     assert npu.calls["calls of the operator"] <= len(outcome.preemptions) + len(outcome.restores)
