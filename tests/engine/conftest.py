@@ -43,8 +43,11 @@ def log(monkeypatch):
     """What the package logs from INFO on, without what vLLM logs."""
     log, logger = Log(), logging.getLogger("vllm.preempt_offload")
     monkeypatch.setattr(logger, "handlers", [log])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    return log
+    # Loggers remember whether they are heard; only this has them forget it.
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield log
+    logger.setLevel(level)
 
 
 @pytest.fixture
