@@ -38,6 +38,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RECOMPUTED = "recomputed"
 # Rounds in which a request may come back before the client gets an error.
 MOST_RESENDS = 100
+# Seconds for a connection to a server; an answer may take any time.
+CONNECT_TIMEOUT = 30
 
 # What the next round would not go on with, so that the whole answer has to be generated again.
 REPEATED = {
@@ -167,6 +169,8 @@ class Exchange:
     """
 
     def __init__(self, servers: Servers, path: str, body: Json) -> None:
+        if not isinstance(body, dict):
+            raise RequestError(400, "the request must be a JSON object")
         refused = sorted(_used(body, REFUSED))
         if refused:
             raise RequestError(400, f"{', '.join(refused)} cannot be used with this proxy")
@@ -204,16 +208,8 @@ class Exchange:
     @property
     def _repeats(self) -> bool:
         body = self._body
-        content = (message.get("content") for message in body.get("messages", ()))
-        return (
-            bool(_used(body, REPEATED))
-            or (self._chat and bool(body.get("logprobs")))
-            or any(
-                part.get("type") != "text"
-                for parts in content
-                if isinstance(parts, list)
-                for part in parts
-            )
+        return bool(_used(body, REPEATED)) or (
+            self._chat and (bool(body.get("logprobs")) or _has_media(body))
         )
 
     # ---- the two forms of an answer ----
@@ -268,7 +264,7 @@ class Exchange:
                 self._prompt_ids = prompt_ids
             if path == COMPLETIONS:
                 body = body | {"prompt": prompt_ids}
-            returned = False
+            finished = returned = False
             # Tokens without a text yet. If the request is returned, they are forgotten.
             held: Json = {}
             chunks = self._servers.decode(path, body | {"kv_transfer_params": params})
@@ -276,6 +272,7 @@ class Exchange:
                 async for chunk in chunks:
                     (choice,) = chunk["choices"]
                     self._head = self._head or {key: chunk[key] for key in HEAD}
+                    finished = choice.get("finish_reason") is not None
                     if choice.get("stop_reason") == RECOMPUTED:
                         returned = True
                         choice["finish_reason"] = choice["stop_reason"] = None
@@ -286,6 +283,8 @@ class Exchange:
                     if self._is_due(held, begins=not (resends or self.token_ids)):
                         yield self._told(held)
                         held = {}
+            if not finished:
+                raise RequestError(502, "the decode server has broken off its answer")
             if not returned:
                 return
             if self._repeats:
@@ -397,6 +396,14 @@ def _used(body: Json, keys: set[str]) -> set[str]:
     return zeros | {key for key in keys if body.get(key)}
 
 
+def _has_media(body: Json) -> bool:
+    """Whether a chat has more than text."""
+    messages = (message for message in body.get("messages") or () if isinstance(message, dict))
+    contents = (message.get("content") for message in messages)
+    parts = (part for parts in contents if isinstance(parts, list) for part in parts)
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in parts)
+
+
 def _append(joined: Json, part: Json) -> None:
     """Joins the values of chunks: texts and lists are appended, others replaced."""
     for key, value in part.items():
@@ -478,7 +485,7 @@ def application(prefill: str, decode: str) -> web.Application:
 
     async def connected(app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             connector=aiohttp.TCPConnector(limit=0),
             # A line of a stream may have the token ids of a long prompt.
             read_bufsize=2**25,

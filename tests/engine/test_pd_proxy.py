@@ -102,6 +102,14 @@ class ToolServers(Servers):
         return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
 
 
+class SilentServers(Servers):
+    """They end an answer without saying that it has ended."""
+
+    def parts(self, *args):
+        *parts, _ = super().parts(*args)
+        return parts
+
+
 def ask(servers, path, **params):
     """The chunks of a streamed answer, or the answer."""
     body = {"max_tokens": 50, "return_token_ids": True, **params}
@@ -206,3 +214,10 @@ def test_what_comes_back_again_and_again_is_given_up(monkeypatch):
     answer = ask(servers, proxy.COMPLETIONS)
     assert "has returned the request 3 times" in answer["error"]["message"]
     assert len(servers.decodes) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_without_an_end_is_not_taken_for_a_whole_one(stream):
+    answer = ask(SilentServers([]), proxy.COMPLETIONS, stream=stream)
+    last = answer[-1] if stream else answer
+    assert "has broken off its answer" in last["error"]["message"]
