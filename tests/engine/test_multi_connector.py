@@ -1,4 +1,7 @@
-"""Beside other connectors, which are stand-ins that follow the call pattern of real ones."""
+"""Beside other connectors, which are stand-ins that follow the call pattern of real ones.
+
+The P/D connector of the guide, MooncakeConnectorV1, cannot run without an NPU.
+"""
 
 import json
 
@@ -152,8 +155,8 @@ def connect(vllm_config, monkeypatch):
     ]:
         monkeypatch.setitem(KVConnectorFactory._registry, name, lambda standin=standin: standin)
 
-    def connect(*children, name, num_blocks=8):
-        transfer = {"kv_connector": name, "kv_role": "kv_consumer"}
+    def connect(*children, name, role="kv_consumer", num_blocks=8):
+        transfer = {"kv_connector": name, "kv_role": role}
         config = vllm_config(
             {"connectors": list(children)},
             transfer=transfer,
@@ -238,6 +241,20 @@ def test_a_child_without_hybrid_support_needs_a_flag(connect, monkeypatch):
     plain = {"kv_connector": "PlainConnector", "kv_role": "kv_consumer"}
     with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
         connect(plain, OURS, name="PreemptOffloadMultiConnector")
+
+
+@pytest.mark.parametrize("name", ["MultiConnector", "PreemptOffloadMultiConnector"])
+def test_a_prefill_node_does_not_start_with_us_among_its_connectors(connect, name):
+    children = [child | {"kv_role": "kv_producer"} for child in (MOONCAKE, OURS)]
+    with pytest.raises(ValueError, match=r"is for decode nodes.*remove it"):
+        connect(*children, name=name, role="kv_producer")
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_prefill_node_does_not_start_with_us_alone(vllm_config, role):
+    config = vllm_config(transfer={"kv_role": "kv_producer"})
+    with pytest.raises(ValueError, match=r"is for decode nodes.*remove it"):
+        KVConnectorFactory.create_connector(config, role, kv_cache_config(["layer.0"]))
 
 
 def test_our_multi_connector_is_loaded_by_path_too():
