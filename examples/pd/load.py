@@ -14,6 +14,7 @@ import json
 import random
 import re
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -21,18 +22,27 @@ import aiohttp
 from tqdm import tqdm
 
 
+class RequestError(Exception):
+    """What the proxy has said instead of an answer."""
+
+
 async def complete(session: aiohttp.ClientSession, body: dict[str, object]) -> list[float]:
-    """When each token came, in seconds since the request was sent."""
+    """When each token came, in seconds since the request was sent.
+
+    Raises:
+        RequestError: The proxy has answered with an error, at once or after some tokens.
+    """
     times: list[float] = []
     started = time.perf_counter()
     async with session.post("/v1/completions", json=body) as response:
-        response.raise_for_status()
+        if not response.ok:
+            raise RequestError(f"status {response.status}: {await response.text()}")
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[len(b"data: ") :])
             if "error" in chunk:
-                raise RuntimeError(chunk["error"]["message"])
+                raise RequestError(chunk["error"]["message"])
             new = chunk["usage"]["completion_tokens"] - len(times)
             times += [time.perf_counter() - started] * new
     return times
@@ -57,6 +67,8 @@ async def run(options: argparse.Namespace) -> None:
     places = asyncio.Semaphore(options.concurrency)
     timeout = aiohttp.ClientTimeout(total=None)
 
+    errors: list[RequestError] = []
+
     async def one(prompt: list[int]) -> list[float]:
         body = {
             "model": model,
@@ -67,9 +79,13 @@ async def run(options: argparse.Namespace) -> None:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         async with places:
-            times = await complete(session, body)
-        bar.update()
-        return times
+            try:
+                return await complete(session, body)
+            except RequestError as error:
+                errors.append(error)
+                return []
+            finally:
+                bar.update()
 
     async def figures() -> tuple[float, float, int]:
         return (
@@ -86,7 +102,7 @@ async def run(options: argparse.Namespace) -> None:
         with tqdm(total=options.requests, unit="request") as bar:
             lengths = [rng.randint(1, 2 * options.prompt_tokens) for _ in range(options.requests)]
             prompts = [[rng.randint(3, 500) for _ in range(length)] for length in lengths]
-            all_times = await asyncio.gather(*map(one, prompts))
+            all_times = list(filter(None, await asyncio.gather(*map(one, prompts))))
     seconds = time.perf_counter() - started
     preemptions, resends, restored = (
         new - old for new, old in zip(await figures(), before, strict=True)
@@ -95,6 +111,8 @@ async def run(options: argparse.Namespace) -> None:
     first = [times[0] for times in all_times]
     per_token = [(t[-1] - t[0]) / (len(t) - 1) for t in all_times if len(t) > 1]
     for name, values in (("TTFT", first), ("TPOT", per_token)):
+        if not values:
+            continue
         values = sorted(values)
         worst = values[-1 - len(values) // 100]
         print(
@@ -106,6 +124,10 @@ async def run(options: argparse.Namespace) -> None:
     print(f"preemptions      {preemptions:.0f}")
     print(f"restored tokens  {restored}")
     print(f"resends          {resends:.0f}")
+    if errors:
+        sys.exit(
+            f"{len(errors)} of {options.requests} requests failed, the first with: {errors[0]}"
+        )
 
 
 def main() -> None:
@@ -119,7 +141,10 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=150, help="mean; up to twice that")
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    asyncio.run(run(parser.parse_args()))
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except (aiohttp.ClientError, OSError) as error:
+        sys.exit(f"load: {error}")
 
 
 if __name__ == "__main__":
