@@ -447,6 +447,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
                     await response.prepare(request)
                 await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
     except (RequestError, aiohttp.ClientError, json.JSONDecodeError) as error:
+        if response is not None and (request.transport is None or request.transport.is_closing()):
+            # The client has gone away before it could be noticed in another way.
+            return response
         FAILURES.inc()
         if isinstance(error, json.JSONDecodeError):
             error = RequestError(400, f"the request is not JSON: {error}")
