@@ -59,11 +59,11 @@ def prefill_flags(side_channel_port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def decode_flags(
-    side_channel_port: int, offload: dict[str, Any]
+    side_channel_port: int, transfer: dict[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
     """Flags and environment variables of the decode server."""
     flags = [
-        *("--kv-transfer-config", json.dumps(decode_transfer(offload))),
+        *("--kv-transfer-config", json.dumps(transfer)),
         *("--scheduler-cls", "preempt_offload.RecomputeScheduler"),
     ]
     return flags, _environment(side_channel_port)
@@ -152,7 +152,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
     prefill = prefill_flags(options.side_channel_port)
-    decode = decode_flags(options.side_channel_port + 1, options.offload)
+    decode = decode_flags(options.side_channel_port + 1, decode_transfer(options.offload))
     if options.decode_blocks:
         decode[0].extend(("--num-gpu-blocks-override", str(options.decode_blocks)))
     commands = {

@@ -1,4 +1,7 @@
-"""The OpenAI server, with engine and worker in processes of their own, as it is deployed."""
+"""The OpenAI server before two data-parallel ranks, in processes of their own, as it is deployed.
+
+vLLM runs the DP ranks of a model without experts as engines that do not know of each other.
+"""
 
 import asyncio
 import json
@@ -11,29 +14,31 @@ import servers
 from harness import jobs
 from servers import start
 
-CROWD = jobs(seed=47, lengths=[60 + 9 * i % 140 for i in range(26)], max_tokens=60)
+RANKS = 2
+CROWD = jobs(seed=47, lengths=[60 + 9 * i % 140 for i in range(RANKS * 26)], max_tokens=60)
+HOST_BLOCKS = 120
 TRANSFER = {
     "kv_connector": "PreemptOffloadConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"offload_host_memory_ratio": 4},
+    "kv_role": "kv_consumer",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BLOCKS * servers.BLOCK_BYTES},
 }
 
 
 @pytest.fixture
 def server(model, tmp_path):
-    """Starts a server that preempts; yields its base URL and log file."""
+    """A server that preempts."""
     model = servers.with_tokenizer(model, tmp_path)
     (port,) = servers.free_ports(1)
     command = [
         *start.vllm_server(str(model), port),
         *servers.FLAGS,
-        *("--max-num-batched-tokens", "256"),
+        *("--data-parallel-size", str(RANKS), "--max-num-batched-tokens", "256"),
         *("--num-gpu-blocks-override", "31", "--no-enable-prefix-caching"),
         *("--scheduler-cls", "preempt_offload.RecomputeScheduler"),
         *("--kv-transfer-config", json.dumps(TRANSFER)),
     ]
-    with servers.running({"server": (port, command, {})}, tmp_path) as logs:
-        yield f"http://{start.HOST}:{port}", logs["server"]
+    with servers.running({"server": (port, command, {})}, tmp_path) as started:
+        yield started["server"]
 
 
 async def complete(session, job):
@@ -53,24 +58,26 @@ async def complete(session, job):
 
 async def ask(url):
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(300)) as session:
-        tokens = await asyncio.gather(*(complete(session, job) for job in CROWD))
-        async with session.get("/metrics") as response:
-            return tokens, await response.text()
+        return await asyncio.gather(*(complete(session, job) for job in CROWD))
 
 
-def test_concurrent_clients_get_the_undisturbed_tokens(server, undisturbed):
-    url, log_file = server
-    tokens, metrics = asyncio.run(ask(url))
+def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed):
+    tokens = asyncio.run(ask(server.url))
     assert dict(enumerate(tokens)) == undisturbed(CROWD)
 
-    preemptions = float(re.search(r"^vllm:num_preemptions_total\{.*\} (\S+)", metrics, re.M)[1])
-    log = log_file.read_text()
-    assert preemptions >= 5
-    # What operators look for, in the log of the engine's own process.
-    for line in (
-        r"Recompute preemption offload enabled for request \S+",
-        r"Created preempt offload state for request \S+",
-        r"Prepared preempt offload H2D load for request \S+",
-    ):
-        assert len(re.findall(line, log)) == preemptions, line
-    assert "host blocks of 49152 bytes per rank" in log
+    log = server.text()
+    for rank in range(RANKS):
+        preemptions = server.counters(f'engine="{rank}"')["vllm:num_preemptions_total"]
+        assert preemptions >= 3
+        # What operators look for, in the log of the engine's own process.
+        lines = "\n".join(line for line in log.splitlines() if f"EngineCore_DP{rank} " in line)
+        for line in (
+            r"Recompute preemption offload enabled for request \S+",
+            r"Created preempt offload state for request \S+",
+            r"Prepared preempt offload H2D load for request \S+",
+        ):
+            assert len(re.findall(line, lines)) == preemptions, line
+        # A rank that does not know of the others takes all bytes, and says so.
+        assert f"{HOST_BLOCKS} host blocks of {servers.BLOCK_BYTES} bytes per rank" in lines
+        assert "cpu_bytes_to_use is not divided by the data-parallel size" in lines
+    assert "CPU cache" not in log
