@@ -22,6 +22,11 @@ class InWorker:
             device = offload_worker()._device
             device.begin = fail_first_copies(device.begin, direction, [])
 
+    def failed_copies(self):
+        """Stores and loads of this rank that have failed."""
+        stats = offload_worker().stats
+        return stats.failed_stores, stats.failed_loads
+
     def report_late(self, late_rank):
         """Makes one rank report every store one step after it is through."""
         if self.rank == late_rank:
