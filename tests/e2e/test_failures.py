@@ -18,17 +18,25 @@ FAILURES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An engine: its kind of model, device blocks that are too few, further arguments."""
+    """An engine: its kind of model, device blocks that are too few, how many workers it has."""
 
     kind: str
     num_blocks: int
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def faulty_rank(self):
+        """The last one; the others succeed."""
+        return self.args.get("tensor_parallel_size", 1) - 1
 
+
+TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 ASYNC = {"async_scheduling": True}
 CASES = {
     "dense": Case("dense", 31),
     "dense-async": Case("dense", 31, ASYNC),
+    "windows-one-of-two-workers": Case("sliding-window", 32, TWO_WORKERS),
+    "windows-one-of-two-workers-async": Case("sliding-window", 32, TWO_WORKERS | ASYNC),
 }
 if vllm.__version__.startswith("0.32."):
     # Those of before do not run it on CPUs.
@@ -85,7 +93,7 @@ def test_failed_copy(engine, case, expected, record, monkeypatch, policy, direct
     # All that vLLM makes of the policy.
     recompute = policy == "recompute"
     monkeypatch.setattr(engine.scheduler, "recompute_kv_load_failures", recompute)
-    engine.in_workers("fail_first_copies", 0, direction)
+    engine.in_workers("fail_first_copies", case.faulty_rank, direction)
     before = engine.in_workers("failed_copies")
     outcome = engine.run(CROWD)
     failed = [
@@ -97,7 +105,7 @@ def test_failed_copy(engine, case, expected, record, monkeypatch, policy, direct
     engine.in_workers("copy_well")
     record(outcome, CROWD)
     once = (FAILURES, 0) if direction == "d2h" else (0, FAILURES)
-    assert failed == [once]
+    assert failed == [(0, 0)] * case.faulty_rank + [once]
     assert outcome.restored_tokens > 0
     errors = {i for i, reason in outcome.finish_reasons.items() if reason == "error"}
     # Only a load that fails can fail a request: a failed store is a KV cache lost in time.
