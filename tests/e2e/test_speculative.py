@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import vllm
 
 import drafts
 import speculation_on_cpu  # noqa: F401
+from checkpoints import KINDS
 from harness import BLOCK, Engine, Job, random_prompt
 from preempt_offload import compat
 from reference import failure
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+IS_0_23 = vllm.__version__.startswith("0.23.")
 # For readers of the table.
 MODE = "speculative decoding: {}"
 
@@ -343,6 +346,64 @@ def test_preempted_between_proposal_and_verification(
         assert all(proposed == accepted for proposed, accepted in speculation.verified.values())
 
 
+def wipe_drafts(begin, layers):
+    """A device's ``begin`` after which loaded blocks are empty in some layers.
+
+    Args:
+        begin: What it does otherwise.
+        layers: KV caches of these layers, block by block.
+    """
+
+    def wiping(direction, pairs):
+        transfer = begin(direction, pairs)
+        if direction == "h2d":
+            for layer in layers:
+                layer[pairs[:, 1]] = 0
+        return transfer
+
+    return wiping
+
+
+def test_wrong_kv_of_drafts_would_be_noticed(checkpoints, undisturbed, monkeypatch):
+    """Nothing but the drafts tells whether the draft model's KV is right."""
+    case = CASES["draft-model"]
+    right = undisturbed(case.target)
+    with case.engine(checkpoints) as engine:
+        with watched(engine) as calm:
+            run_in_pairs(engine)
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        context = runner.compilation_config.static_forward_context
+        layers = [layer for name, layer in context.items() if name.startswith("draft_model.")]
+        assert layers
+        device = engine.worker._device
+        wiping = wipe_drafts(device.begin, [layer.kv_cache for layer in layers])
+        monkeypatch.setattr(device, "begin", wiping)
+        with watched(engine) as speculation:
+            outcome = engine.run(JOBS)
+    assert outcome.restores
+    assert outcome.tokens == right
+    assert disagreements(calm, speculation)
+
+
+@pytest.mark.skipif(IS_0_23, reason="its kernels for Mamba2 are for GPUs only")
+def test_states_are_left_to_vllm(tmp_path, record_refusal, caplog):
+    """With drafts, vLLM's own outputs are wrong there, so they are compared with just those."""
+    args = COMMON | {"speculative_config": NGRAM | {"num_speculative_tokens": 3}}
+    checkpoint = KINDS["mamba2"].write(tmp_path)
+    with Engine(checkpoint, 20, offload={}, **args) as engine:
+        warnings = [line for line in caplog.messages if "No preempted request will be" in line]
+        outcome = engine.run(JOBS)
+    with Engine(checkpoint, 20, **args) as engine:
+        without_us = engine.run(JOBS)
+    assert len(warnings) == 1
+    assert "gone past the tokens that are accepted" in warnings[0]
+    assert len(outcome.preemptions) >= 3
+    assert outcome.stats.not_preserved == len(outcome.preemptions)
+    assert not outcome.restores
+    assert outcome.tokens == without_us.tokens
+    record_refusal("Mamba2 hybrid", MODE.format("n-grams"), f"recomputed: `{warnings[0]}`")
+
+
 # What vLLM does not run on CPUs, with or without a connector, and what it says to that.
 NOT_RUN = {
     "async": (
@@ -350,6 +411,20 @@ NOT_RUN = {
         NGRAM,
         {"async_scheduling": True},
         "async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU",
+    ),
+    "gated-delta-net": (
+        ("gated delta net", "n-grams"),
+        NGRAM,
+        {"dtype": "bfloat16", "block_size": 128, "mamba_ssm_cache_dtype": "float32"},
+        "tensormust be contiguous at last dimension"
+        if IS_0_23
+        else "must match the size of tensor",
+    ),
+    "gpu": (
+        ("dense", "n-grams on a GPU"),
+        {"method": "ngram_gpu"},
+        {},
+        "Found no NVIDIA driver on your system",
     ),
 }
 
@@ -367,9 +442,10 @@ def elsewhere():
 
 
 @pytest.mark.parametrize(("where", "method", "args", "words"), NOT_RUN.values(), ids=NOT_RUN)
-def test_vllm_does_not_run(model, elsewhere, record_refusal, where, method, args, words):
+def test_vllm_does_not_run(model, tmp_path, elsewhere, record_refusal, where, method, args, words):
     kind, mode = where
+    checkpoint = model if kind == "dense" else KINDS["gated-delta-net"].write(tmp_path)
     asked = COMMON | args | {"speculative_config": method | {"num_speculative_tokens": 3}}
-    said = elsewhere.submit(failure, model, JOBS, asked).result()
+    said = elsewhere.submit(failure, checkpoint, JOBS, asked).result()
     assert words in said
     record_refusal(kind, MODE.format(mode), f"refused by vLLM: `{words}`")
