@@ -489,7 +489,8 @@ def application(prefill: str, decode: str) -> web.Application:
     async def connected(app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
-            connector=aiohttp.TCPConnector(limit=0),
+            # A server may close a connection that waits for its next request just when that comes.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             # A line of a stream may have the token ids of a long prompt.
             read_bufsize=2**25,
         ) as session:
