@@ -50,6 +50,7 @@ __all__ = [
     "hides_data_parallel_size",
     "hits_are_claimed_first",
     "keep_windows_of_drafts",
+    "keeps_prompt_logprobs",
     "loads_fail_by_block",
     "loads_fail_by_request",
     "local_ranks",
@@ -168,6 +169,18 @@ def why_unpreservable(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -
             "be stored. Set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     return None
+
+
+def keeps_prompt_logprobs(vllm_config: VllmConfig) -> bool:
+    """Whether the prompt logprobs computed so far survive a preemption.
+
+    vLLM's second model runner forgets them. Newer schedulers do not restore a request that asks
+    for them, whatever a connector has.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    restores = "skip_reading_prefix_cache" not in Scheduler.schedule.__code__.co_names
+    return restores and not vllm_config.use_v2_model_runner
 
 
 def hides_data_parallel_size(vllm_config: VllmConfig) -> bool:

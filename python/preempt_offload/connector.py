@@ -94,6 +94,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 or compat.hits_are_claimed_first(),
                 recovers=compat.loads_fail_by_block(kv_cache_config)
                 or compat.loads_fail_by_request(),
+                keeps_prompt_logprobs=compat.keeps_prompt_logprobs(vllm_config),
                 no_op_advice=advice or f"Start vLLM with {compat.recompute_flag()}",
             )
         else:

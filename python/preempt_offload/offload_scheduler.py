@@ -45,6 +45,8 @@ class OffloadScheduler:
         trust_hits: Whether what the device's prefix cache has of a request may be left to
             vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
         recovers: Whether vLLM recovers from failed loads by itself.
+        keeps_prompt_logprobs: Whether a request may be preempted within its prompt and restored
+            if it asks for the logprobs of the prompt; see ``compat.keeps_prompt_logprobs``.
         no_op_advice: What to tell the operator when it turns out that the engine's
             scheduler preempts without asking.
     """
@@ -60,6 +62,7 @@ class OffloadScheduler:
         preserves: bool = True,
         trust_hits: bool = True,
         recovers: bool = True,
+        keeps_prompt_logprobs: bool = True,
         no_op_advice: str,
     ) -> None:
         self.pool = BlockPool(num_host_blocks, indexed=share_blocks)
@@ -69,6 +72,7 @@ class OffloadScheduler:
         self._recovers = recovers
         # Whether the engine's scheduler is one of this package's.
         self._cooperates = False
+        self._keeps_prompt_logprobs = keeps_prompt_logprobs
         # Tokens per block hash of a request; vLLM tells when it binds its block pool.
         self.hash_tokens: int | None = None
         self._completion = CompletionTracker(world_size)
@@ -129,6 +133,14 @@ class OffloadScheduler:
         if not self._preserves:
             self.stats.not_preserved += 1
             return False
+        if request.skip_reading_prefix_cache and not self._keeps_prompt_logprobs:
+            self.stats.not_preserved += 1
+            logger.info(
+                "Request %s cannot be preserved, because vLLM computes all of its prompt again, "
+                "for the logprobs",
+                request_id,
+            )
+            return False
         try:
             pairs, mirrored, shared = self.table.begin_store(
                 request_id,
@@ -180,6 +192,21 @@ class OffloadScheduler:
         """Whether the request's KV is on the host, or on its way there, to be restored."""
         status = self.table.status(request_id)
         return status is not None and status[0] in ("Storing", "Ready")
+
+    def end_turn(self, request: Request) -> None:
+        """Forgets a session of which more is stored than the tokens it keeps.
+
+        The next input takes the places of the others: drafts, or what came after its stop token.
+        """
+        status = self.table.status(request.request_id)
+        if status is not None and self._restorable_tokens(request, status[1]) < status[1]:
+            self.table.release(request.request_id)
+            logger.info(
+                "Request %s is computed again, because it has not kept all of the %d tokens that "
+                "were stored of it",
+                request.request_id,
+                status[1],
+            )
 
     def restored_requests(self) -> frozenset[str]:
         """Requests whose load is through, but which have not run since."""

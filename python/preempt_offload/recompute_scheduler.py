@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, StreamingUpdate
 
 logger = get_logger(__name__)
 
@@ -76,6 +76,8 @@ class RecomputeScheduler(Scheduler):
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
         # Requests that go back to the proxy once no step of theirs is under way.
         self._unpreserved: list[Request] = []
+        # Sessions that were preempted before the last token of their turn came out.
+        self._ended_turns: list[Request] = []
         self._dropping_kv = False
         # Whether the last step could do nothing.
         self._idle = False
@@ -138,6 +140,9 @@ class RecomputeScheduler(Scheduler):
     def _preserve(self, request: Request) -> bool:
         if self._offload is None:
             return False
+        if request.num_output_tokens > 0:
+            # It may be for the logprobs of its prompt that it reads no cache. They are out.
+            request.skip_reading_prefix_cache = False
         num_computed_tokens = request.num_computed_tokens
         preserved = bool(
             self._offload.update_state_before_preempt(
@@ -176,6 +181,11 @@ class RecomputeScheduler(Scheduler):
                     self._take_back(request)
         if self._unpreserved:
             self._return_unpreserved(outputs)
+        for request in self._ended_turns:
+            # vLLM has taken it out of the queues, as if it had ended.
+            compat.dequeue(self, request)
+            self._enqueue_waiting_request(request)
+        self._ended_turns.clear()
         return outputs
 
     def _give_up_load(self, request_id: str, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -210,6 +220,30 @@ class RecomputeScheduler(Scheduler):
                 request.request_id,
                 STOP_REASON,
             )
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        ended = bool(super()._handle_stopped_request(request))
+        if not ended and request.num_computed_tokens == 0:
+            self._ended_turns.append(request)
+        return ended
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """Also keeps what a preempted session has computed.
+
+        vLLM keeps those tokens that count as computed now; of a preempted request none do.
+        """
+        num_computed_tokens = session.num_computed_tokens
+        if num_computed_tokens == 0:
+            session.num_computed_tokens = session.num_tokens - 1
+            if self._offload is not None:
+                self._offload.scheduler.end_turn(session)
+        hash_tokens = self._offload and self._offload.scheduler.hash_tokens
+        if hash_tokens:
+            # The last token goes, and with it the hash of a block that it has filled; vLLM 0.23
+            # would keep it for the block's new tokens.
+            del session.block_hashes[session.num_computed_tokens // hash_tokens :]
+        super()._update_request_as_session(session, update)
+        session.num_computed_tokens = num_computed_tokens
 
     @staticmethod
     def _put_out(

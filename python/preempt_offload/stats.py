@@ -11,7 +11,7 @@ class SchedulerStats:
 
     Attributes:
         preserved: Preemptions whose KV was (or is being) stored.
-        not_preserved: Preemptions that fell back for want of host blocks.
+        not_preserved: Preemptions that fell back, most often for want of host blocks.
         stored_blocks: Blocks copied D2H.
         mirrored_blocks: Blocks that needed no copy, because the host still had them.
         shared_blocks: Blocks that needed no copy, because another request had stored them.

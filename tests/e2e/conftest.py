@@ -46,7 +46,7 @@ def record(request):
             "preempted": len(outcome.preemptions),
             "restored tokens": outcome.restored_tokens,
             "recomputed tokens": outcome.recomputed_tokens,
-            "fallbacks": outcome.stats.not_preserved if outcome.stats else "",
+            "fallbacks": outcome.stats.not_preserved,
             "D2H": f"{outcome.bytes_stored / 2**20:.2f} MiB",
             "H2D": f"{outcome.bytes_loaded / 2**20:.2f} MiB",
         }

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import operator
 import os
+import re
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -15,13 +17,14 @@ os.environ.update(
 )
 
 import numpy as np
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
 import async_on_cpu  # noqa: F401
 from in_worker import offload_worker
 from preempt_offload import compat
 from preempt_offload.observe import SchedulerObserver
+from preempt_offload.stats import SchedulerStats
 
 # Tokens; the CPU engines of newer vLLM take multiples of 32 only.
 BLOCK = 32
@@ -38,6 +41,38 @@ class Job:
     max_tokens: int
     priority: int = 0
     arrival: int = 0
+
+    # The LoRA adapter to use, in vLLM's terms.
+    adapter = None
+
+    @property
+    def turns(self):
+        """How often tokens are generated; the last one of each turn is never fed to the model."""
+        return 1
+
+    def add_to(self, engine, request_id):
+        """Hands the request to vLLM's ``LLMEngine``."""
+        engine.add_request(
+            request_id,
+            self.inputs(),
+            self.sampling_params(),
+            lora_request=self.adapter,
+            priority=self.priority,
+        )
+
+    def inputs(self):
+        """The prompt, in vLLM's terms."""
+        return {"prompt_token_ids": list(self.prompt)}
+
+    def sampling_params(self, **options):
+        """Greedy sampling to the last token, but for ``options`` of ``SamplingParams``."""
+        defaults = {
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        return SamplingParams(**defaults | options)
 
 
 def random_prompt(rng, length):
@@ -73,15 +108,19 @@ class Restore:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came out, by job, and what happened on the way."""
+    """What came out, by job, and what happened on the way.
 
+    ``outputs`` are vLLM's, and what follows is of the first completion of each.
+    """
+
+    outputs: dict[int, RequestOutput]
     tokens: dict[int, list[int]]
     finish_reasons: dict[int, str | None]
     stop_reasons: dict[int, str | int | None]
     preemptions: list[Preemption]
     restores: list[Restore]
     recomputed_tokens: int
-    stats: object | None
+    stats: SchedulerStats
     bytes_stored: int
     bytes_loaded: int
 
@@ -123,10 +162,10 @@ class Engine:
             "max_model_len": 512,
             "max_num_batched_tokens": 256,
             "max_num_seqs": 32,
+            "skip_tokenizer_init": True,
         }
         self._llm = LLM(
             str(model),
-            skip_tokenizer_init=True,
             enforce_eager=True,
             num_gpu_blocks_override=num_blocks,
             disable_log_stats=True,
@@ -228,12 +267,13 @@ class Engine:
         self.preemptions.clear()
         self.restores.clear()
         self.observer.clear()
-        bytes_before = self._bytes()
+        bytes_before, stats_before = self._bytes(), self._stats()
         to_come = sorted(enumerate(all_jobs), key=lambda entry: entry[1].arrival)
         with self._after_schedule(after_schedule):
             for step in range(MOST_STEPS):
                 while to_come and to_come[0][1].arrival <= step:
-                    self._add(*to_come.pop(0))
+                    i, job = to_come.pop(0)
+                    job.add_to(self.engine, str(i))
                 if not to_come and not self.engine.has_unfinished_requests():
                     break
                 if before_step:
@@ -248,26 +288,22 @@ class Engine:
         stored, loaded = self._bytes()
         completions = {i: out.outputs[0] for i, out in self._outputs.items()}
         num_tokens = sum(
-            len(all_jobs[i].prompt) + len(out.token_ids) - 1 for i, out in completions.items()
+            len(out.prompt_token_ids) + len(completion.token_ids) - all_jobs[i].turns
+            for i, out in self._outputs.items()
+            for completion in out.outputs
         )
         return Outcome(
+            outputs=dict(self._outputs),
             tokens={i: list(out.token_ids) for i, out in completions.items()},
             finish_reasons={i: out.finish_reason for i, out in completions.items()},
             stop_reasons={i: out.stop_reason for i, out in completions.items()},
             preemptions=list(self.preemptions),
             restores=list(self.restores),
             recomputed_tokens=self.observer.recomputed_tokens(num_tokens),
-            stats=self.offload and self.offload.stats,
+            stats=SchedulerStats(*map(operator.sub, self._stats(), stats_before)),
             bytes_stored=stored - bytes_before[0],
             bytes_loaded=loaded - bytes_before[1],
         )
-
-    def _add(self, i, job):
-        params = SamplingParams(
-            temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
-        )
-        prompt = {"prompt_token_ids": list(job.prompt)}
-        self.engine.add_request(str(i), prompt, params, priority=job.priority)
 
     def _step(self):
         self._outputs |= {int(out.request_id): out for out in self.engine.step()}
@@ -298,6 +334,9 @@ class Engine:
             assert not any(self.offload.table.counts().values())
             assert not self.offload.has_pending_transfers()
 
+    def _stats(self):
+        return dataclasses.astuple(self.offload.stats if self.offload else SchedulerStats())
+
     def _bytes(self):
         return tuple(map(sum, zip(*self.in_workers("bytes_copied"), strict=True)))
 
@@ -317,11 +356,19 @@ class Engine:
 
     def _whereabouts(self):
         return {
-            job_of(i): (request.status.name, request.num_computed_tokens, self.state(job_of(i)))
+            job_of(i): (
+                request.status.name,
+                request.num_computed_tokens,
+                self.offload and self.state(job_of(i)),
+            )
             for i, request in self.scheduler.requests.items()
         }
 
 
 def job_of(request_id):
-    """The job behind an engine's request id, which is its number and a random suffix."""
-    return int(request_id.split("-")[0])
+    """The job behind an engine's request id.
+
+    That is its number and a random suffix; if the job wants several completions, the
+    completion's number comes first.
+    """
+    return int(re.match(r"(?:\d+_)?(\d+)-", request_id)[1])

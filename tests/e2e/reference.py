@@ -6,18 +6,27 @@ share one. What runs in that process is in this module because it has to be foun
 
 import functools
 import multiprocessing
+import operator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
 
 @contextmanager
-def undisturbed_engine(model, **engine_args):
-    """Yields a function from jobs to the tokens they get when nothing is ever preempted."""
+def undisturbed_engine(model, *, observe=operator.attrgetter("tokens"), **engine_args):
+    """Yields a function from jobs to what they get when nothing is ever preempted.
+
+    Args:
+        model: The checkpoint's folder.
+        observe: What is wanted of an ``Outcome``; it has to be found by name, too.
+        engine_args: Further arguments of the engine.
+    """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         1, spawn, initializer=_start, initargs=(model, engine_args)
     ) as process:
-        yield functools.cache(lambda all_jobs: process.submit(_run, all_jobs).result())
+        yield functools.cache(lambda all_jobs: process.submit(_run, all_jobs, observe).result())
 
 
 def _start(model, engine_args):
@@ -27,11 +36,11 @@ def _start(model, engine_args):
     _engine = Engine(model, 600, **{"max_model_len": 1024} | engine_args)
 
 
-def _run(all_jobs):
+def _run(all_jobs, observe):
     outcome = _engine.run(all_jobs)
     assert not outcome.preemptions
     assert outcome.recomputed_tokens == 0
-    return outcome.tokens
+    return observe(outcome)
 
 
 def failure(model, all_jobs, engine_args):
@@ -42,3 +51,26 @@ def failure(model, all_jobs, engine_args):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def tokens_of_transformers(reference, prompt, max_tokens, **inputs):
+    """What a model of ``transformers`` itself generates.
+
+    Args:
+        reference: The model.
+        prompt: Token ids.
+        max_tokens: Tokens to generate.
+        inputs: Further arguments of its forward.
+    """
+    ids = torch.tensor([prompt])
+    generated = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **inputs,
+    )
+    return generated[0, len(prompt) :].tolist()

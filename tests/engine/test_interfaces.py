@@ -38,6 +38,9 @@ CALLS = [
     (SCHEDULER, "reset_prefix_cache(self, reset_running_requests, reset_connector)"),
     (SCHEDULER, "_is_blocked_waiting_status(status)"),
     (SCHEDULER, "_inflight_prefill_reserved_blocks(self)"),
+    (SCHEDULER, "_handle_stopped_request(self, request)"),
+    (SCHEDULER, "_update_request_as_session(self, session, update)"),
+    (SCHEDULER, "_enqueue_waiting_request(self, request)"),
     (
         SCHEDULER,
         (
@@ -107,6 +110,8 @@ ATTRIBUTES = {
         "num_computed_tokens",
         "num_preemptions",
         "num_output_placeholders",
+        "num_output_tokens",
+        "skip_reading_prefix_cache",
     ],
     "vllm.v1.request:RequestStatus": [
         "PREEMPTED",

@@ -386,18 +386,24 @@ def tokens_under_way(request):
     return request.num_output_placeholders + getattr(request, "num_stale_output_tokens", 0)
 
 
-def preempt_one_in_flight(driver, depth):
-    """Preempts the second request while its last ``depth`` steps are still under way."""
+def step_until_preempted(driver, request, depth=2):
+    """Returns the last ``depth`` steps, which are still under way."""
     driver.lift_fence()
-    driver.add("first", 40, first=1)
-    second = driver.add("second", 40, first=2)
     under_way = []
-    while not second.num_preemptions:
+    while not request.num_preemptions:
         if len(under_way) == depth:
             driver.update(*under_way.pop(0))
         output = driver.schedule()
         under_way.append((output, driver.execute(output)))
     assert len(under_way) == depth
+    return under_way
+
+
+def preempt_one_in_flight(driver, depth):
+    """Preempts the second request while its last ``depth`` steps are still under way."""
+    driver.add("first", 40, first=1)
+    second = driver.add("second", 40, first=2)
+    under_way = step_until_preempted(driver, second, depth)
     assert tokens_under_way(second) == depth - 1
     return second, under_way
 
@@ -429,6 +435,25 @@ def test_a_request_preempted_in_flight_is_restored_with_the_token_that_came_out(
     assert second.num_computed_tokens == second.num_tokens - 1
     driver.step_until(second.is_finished)
     assert len(second.output_token_ids) == 60
+
+
+def test_whether_vllm_restores_a_request_that_awaits_prompt_logprobs_is_known(drive):
+    driver = drive(
+        num_blocks=11,
+        scheduling_policy="priority",
+        max_model_len=256,
+        long_prefill_token_threshold=48,
+    )
+    known = driver.offload._keeps_prompt_logprobs
+    driver.offload._keeps_prompt_logprobs = True
+    victim = driver.add("victim", 144, first=1, priority=1, max_tokens=4)
+    victim.skip_reading_prefix_cache = True
+    driver.add("other", 15, first=2, priority=0)
+    driver.step_until(lambda: victim.num_preemptions)
+    assert victim.num_output_tokens == 0
+    driver.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(victim.is_finished)
+    assert driver.offload.stats.restored == known
 
 
 # ---- the device's prefix cache ----
@@ -547,6 +572,102 @@ def test_a_session_that_waits_for_input_keeps_its_kv_at_a_reset(drive):
     assert driver.step().num_scheduled_tokens == {"session": 5}
     driver.step_until(lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
     scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: not scheduler.has_requests())
+    driver.assert_all_back()
+
+
+# ---- sessions ----
+
+
+@pytest.mark.parametrize("input_waits", [True, False])
+def test_a_session_preempted_before_its_turn_ended_goes_on_with_its_kv(drive, input_waits):
+    driver = drive(asynchronous=True)
+    driver.add("first", 40, first=1)
+    # The first wants a fourth block when it has 48 tokens and the session has 64: all blocks are
+    # taken, and the last token of the session's turn is under way.
+    session = driver.add("session", 56, first=2, max_tokens=9, resumable=True)
+    more = {"first": 3, "max_tokens": 9, "resumable": True}
+    under_way = step_until_preempted(driver, session)
+    assert session.num_output_tokens < 9
+    if input_waits:
+        driver.add("session", 5, **more)
+    kept = list(session.all_token_ids)
+    for output, report in under_way:
+        driver.update(output, report)
+    if not input_waits:
+        assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        driver.add("session", 5, **more)
+    assert list(session.all_token_ids) == kept + [3] * 5
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert driver.offload.stats.restored_tokens == len(kept)
+    assert session.num_output_tokens == 9
+    driver.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
+
+
+def test_rejected_drafts_are_not_restored_in_place_of_a_sessions_next_input(drive):
+    driver = drive(asynchronous=True, drafts=2)
+    driver.add("first", 40, first=1)
+    more = {"first": 2, "max_tokens": 9, "resumable": True}
+    session = driver.add("session", 40, **more)
+    under_way = step_until_preempted(driver, session)
+    # The step that is under way accepts no draft, and its token is the last one of the turn.
+    session.max_tokens = session.num_output_tokens + 1
+    for output, report in under_way:
+        driver.update(output, report)
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert driver.offload.table.status("session") == ("Ready", session.num_tokens + 1)
+    driver.add("session", 5, **more)
+    driver.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert driver.offload.stats.restored == 0
+    driver.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(lambda: not driver.scheduler.has_requests())
+    driver.assert_all_back()
+
+
+def test_no_hash_of_a_session_covers_a_token_that_it_has_not_kept(drive):
+    driver = drive({"enable_offload_prefix_caching": True})
+    session = driver.add("session", 28, first=1, max_tokens=4, resumable=True)
+    driver.step_until(lambda: session.status == RequestStatus.WAITING_FOR_STREAMING_REQ)
+    assert session.num_tokens == 2 * BLOCK_SIZE
+    driver.add("session", 5, first=2, max_tokens=4, resumable=True)
+    hashes = list(session.block_hashes)
+    session.block_hashes.clear()
+    session.update_block_hashes()
+    assert hashes == session.block_hashes
+
+
+def test_a_restored_request_and_a_session_do_not_keep_each_other_from_running(drive):
+    driver = drive({"offload_host_memory_ratio": 4}, num_blocks=10)
+    scheduler = driver.scheduler
+
+    def turn_is_over():
+        return session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    session = driver.add("session", 20, first=1, max_tokens=4, resumable=True)
+    driver.step_until(turn_is_over)
+    driver.add("other", 16, first=2)
+    second = driver.add("second", 65, first=3)
+    driver.step_until(lambda: second.num_preemptions)
+    scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    driver.hold_loads = True
+    driver.step_until(lambda: second.status == WAITING_FOR_LOAD)
+    # While the second request is being restored, the session takes all other blocks; then neither
+    # has one for its next token.
+    driver.add("session", 30, first=1, max_tokens=4, resumable=True)
+    driver.step_until(turn_is_over)
+    assert driver.manager.block_pool.get_num_free_blocks() == 0
+    driver.hold_loads = False
+    driver.add("session", 20, first=1, max_tokens=4, resumable=True)
+    driver.step_until(turn_is_over)
+    assert second.num_computed_tokens == 0
+    scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    driver.step_until(second.is_finished)
+    assert len(second.output_token_ids) == 60
+    assert driver.offload.stats.restored == 2
     driver.step_until(lambda: not scheduler.has_requests())
     driver.assert_all_back()
 

@@ -355,6 +355,26 @@ def test_rejected_drafts_are_not_mirrored(scene):
     assert scene.step().store_pairs[:, 1].tolist() == [22]
 
 
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("num_kept", [8, 10])
+def test_a_session_that_has_not_kept_all_that_was_stored_is_forgotten(scene, num_kept, stored):
+    session = Request("a", 9)
+    assert scene.preempt(session, BLOCKS, 10)
+    event = scene.step().store_event
+    if stored:
+        scene.report_store(event)
+    session.num_tokens = num_kept + 1
+    scene.scheduler.end_turn(session)
+    session.num_tokens += 20
+    assert scene.scheduler.has_preempted_request("a") == (num_kept == 10)
+    if not stored:
+        scene.report_store(event)
+    restorable = scene.scheduler.get_num_new_matched_tokens(session, 0)
+    assert restorable == ((10, True) if num_kept == 10 else (0, False))
+    scene.scheduler.request_finished("a")
+    scene.assert_nothing_left()
+
+
 # ---- several workers ----
 
 
@@ -826,6 +846,18 @@ def test_where_nothing_can_be_preserved_nothing_is(request_a):
     assert scene.scheduler.stats.not_preserved == 1
     assert scene.step() is NOTHING
     assert scene.ask(request_a) == (0, False)
+    scene.assert_nothing_left()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_request_that_awaits_prompt_logprobs_is_preserved_if_they_are_kept(request_a, keeps):
+    scene = Scene(keeps_prompt_logprobs=keeps)
+    request_a.skip_reading_prefix_cache = True
+    assert scene.preempt(request_a, BLOCKS, 10) is keeps
+    assert scene.scheduler.stats.not_preserved == (not keeps)
+    scene.scheduler.request_finished("a")
+    if keeps:
+        scene.report_store(scene.step().store_event)
     scene.assert_nothing_left()
 
 

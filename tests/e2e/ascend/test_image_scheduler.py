@@ -163,12 +163,11 @@ def test_abort(engine, undisturbed, record, state):
 
 @on_tight_engines
 def test_requests_that_cannot_be_preserved_are_returned(engine, undisturbed, record):
-    before = engine.offload.stats.not_preserved
     outcome = engine.run(CROWD)
     record(outcome, CROWD)
     returned = returned_by(outcome)
     assert returned, "every request was preserved"
-    assert outcome.stats.not_preserved - before == len(returned)
+    assert outcome.stats.not_preserved == len(returned)
     assert {outcome.finish_reasons[job] for job in returned} == {"stop"}
     assert outcome.restored_tokens > 0, "no request was preserved"
     # From 0.26 on, what a step under way brings to a request that is returned is thrown away.
