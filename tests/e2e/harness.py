@@ -20,6 +20,7 @@ import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
+import adapters_on_cpu  # noqa: F401
 import async_on_cpu  # noqa: F401
 from in_worker import offload_worker
 from preempt_offload import compat
