@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from harness import Engine, jobs
+from harness import BLOCK, Engine, jobs
+from preempt_offload import compat
 
 # 28 requests; half of the prompts' tokens are shared by all of them.
 JOBS = jobs(seed=7, lengths=[60 + 9 * i % 140 for i in range(28)], max_tokens=90, shared_prefix=40)
@@ -41,6 +42,7 @@ def test_outputs_equal_those_of_a_run_never_preempted(
     ) as engine:
         in_flight = engine.preempts_in_flight
         outcome = engine.run(JOBS)
+        block_bytes = compat.block_bytes(engine.scheduler.kv_cache_config)
     on = [title for title, on in zip(TITLES, (prefix_caching, share, unfenced), strict=True) if on]
     mode = ", ".join(on) or "no prefix caching"
     record(outcome, JOBS, kind="dense", mode=mode, async_scheduling=async_scheduling)
@@ -54,8 +56,12 @@ def test_outputs_equal_those_of_a_run_never_preempted(
     assert in_flight or not unfenced
     assert outcome.stats.preserved == len(outcome.preemptions)
     assert outcome.restored_tokens > 0
-    assert outcome.bytes_stored > 0
     assert outcome.bytes_loaded > 0
     assert outcome.recomputed_tokens == 0
-    if share:
-        assert outcome.stats.shared_blocks > 0
+    # What the host has already, of the request itself or of one that it shares with, is not stored
+    # once more.
+    stats = outcome.stats
+    needed = sum(-(-preemption.num_computed // BLOCK) for preemption in outcome.preemptions)
+    assert stats.stored_blocks + stats.mirrored_blocks + stats.shared_blocks == needed
+    assert outcome.bytes_stored == stats.stored_blocks * block_bytes > 0
+    assert (stats.shared_blocks > 0) == share

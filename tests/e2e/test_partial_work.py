@@ -21,7 +21,13 @@ def test_preempted_in_the_middle_of_a_chunked_prefill(model, undisturbed, record
         scheduler_reserve_full_isl=False,
     ) as engine:
         outcome = engine.run(crowd)
-    record(outcome, crowd)
+    record(
+        outcome,
+        crowd,
+        kind="dense",
+        mode="chunked prefill, preempted in the prompt",
+        async_scheduling=async_scheduling,
+    )
 
     in_prefill = [p for p in outcome.preemptions if p.num_computed < len(crowd[p.job].prompt)]
     assert in_prefill, "no request was preempted before its prompt was through"
@@ -43,7 +49,13 @@ def test_local_prefix_hits_of_every_extent(model, undisturbed, record, async_sch
         enable_prefix_caching=True,
     ) as engine:
         outcome = engine.run(crowd)
-    record(outcome, crowd)
+    record(
+        outcome,
+        crowd,
+        kind="dense",
+        mode="prefix caching, some of a victim's blocks evicted",
+        async_scheduling=async_scheduling,
+    )
 
     extents = set()
     for restore in outcome.restores:

@@ -84,7 +84,13 @@ def test_a_victim_scheduled_in_the_same_step_leaves_no_false_hash(
         max_model_len=20 * BLOCK,
     ) as engine:
         outcome = engine.run(crowd)
-    record(outcome, crowd)
+    record(
+        outcome,
+        crowd,
+        kind="dense",
+        mode="priorities, a victim scheduled in the same step",
+        async_scheduling=async_scheduling,
+    )
     assert [(p.job, p.num_computed) for p in outcome.preemptions] == [(0, 15 * BLOCK)]
     assert outcome.recomputed_tokens == 0
     assert outcome.tokens == undisturbed(crowd)
@@ -106,12 +112,19 @@ def test_priorities_under_pressure(model, undisturbed, record, async_scheduling)
         async_scheduling=async_scheduling,
         enable_prefix_caching=True,
         scheduling_policy="priority",
+        max_num_seqs=6,
         scheduler_reserve_full_isl=False,
         max_num_batched_tokens=64,
         long_prefill_token_threshold=24,
     ) as engine:
         outcome = engine.run(crowd)
-    record(outcome, crowd)
+    record(
+        outcome,
+        crowd,
+        kind="dense",
+        mode="priorities, more requests than `max_num_seqs`",
+        async_scheduling=async_scheduling,
+    )
     assert len(outcome.preemptions) >= 10
     assert outcome.restored_tokens > 0
     # Every prompt comes twice, so a request may find more when it comes back than it had.
