@@ -36,7 +36,6 @@ CASES = {
     "dense": Case("dense", 31),
     "dense-async": Case("dense", 31, ASYNC),
     "windows-one-of-two-workers": Case("sliding-window", 32, TWO_WORKERS),
-    "windows-one-of-two-workers-async": Case("sliding-window", 32, TWO_WORKERS | ASYNC),
 }
 if vllm.__version__.startswith("0.32."):
     # Those of before do not run it on CPUs.

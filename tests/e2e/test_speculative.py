@@ -386,22 +386,19 @@ def test_wrong_kv_of_drafts_would_be_noticed(checkpoints, undisturbed, monkeypat
 
 
 @pytest.mark.skipif(IS_0_23, reason="its kernels for Mamba2 are for GPUs only")
-def test_states_are_left_to_vllm(tmp_path, record_refusal, caplog):
-    """With drafts, vLLM's own outputs are wrong there, so they are compared with just those."""
+def test_states_are_left_to_vllm(tmp_path, record_refusal):
+    """Outputs are not compared: with drafts, vLLM's own depend on the batch there."""
     args = COMMON | {"speculative_config": NGRAM | {"num_speculative_tokens": 3}}
     checkpoint = KINDS["mamba2"].write(tmp_path)
-    with Engine(checkpoint, 20, offload={}, **args) as engine:
-        warnings = [line for line in caplog.messages if "No preempted request will be" in line]
+    with Engine(checkpoint, 16, offload={}, **args) as engine:
+        scheduler = engine.scheduler
+        why = compat.why_unpreservable(scheduler.kv_cache_config, scheduler.vllm_config)
         outcome = engine.run(JOBS)
-    with Engine(checkpoint, 20, **args) as engine:
-        without_us = engine.run(JOBS)
-    assert len(warnings) == 1
-    assert "gone past the tokens that are accepted" in warnings[0]
+    assert "gone past the tokens that are accepted" in why
     assert len(outcome.preemptions) >= 3
     assert outcome.stats.not_preserved == len(outcome.preemptions)
     assert not outcome.restores
-    assert outcome.tokens == without_us.tokens
-    record_refusal("Mamba2 hybrid", MODE.format("n-grams"), f"recomputed: `{warnings[0]}`")
+    record_refusal("Mamba2 hybrid", MODE.format("n-grams"), f"recomputed, with a warning: `{why}`")
 
 
 # What vLLM does not run on CPUs, with or without a connector, and what it says to that.
