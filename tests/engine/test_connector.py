@@ -52,6 +52,18 @@ if hasattr(kv_cache_interface, "CircularBufferSpec"):
     RINGS.append(kv_cache_interface.CircularBufferSpec)
 
 
+def a_request(num_tokens, *, num_preemptions=0, block_hashes=()):
+    """What the connector looks at of vLLM's request."""
+    return SimpleNamespace(
+        request_id="a",
+        num_tokens=num_tokens,
+        num_output_placeholders=0,
+        num_preemptions=num_preemptions,
+        block_hashes=block_hashes,
+        skip_reading_prefix_cache=False,
+    )
+
+
 @pytest.fixture
 def make(vllm_config):
     """Makes the connector through vLLM's factory, in one role."""
@@ -224,9 +236,7 @@ def test_a_block_is_all_layers_of_the_rank(make):
 def test_a_store_is_complete_when_all_ranks_of_this_engine_have_it(make):
     # Those of other data parallel engines have other requests.
     made = make(SCHEDULER, ranks={"world_size": 2, "data_parallel_size": 4})
-    request = SimpleNamespace(
-        request_id="a", num_tokens=17, num_output_placeholders=0, num_preemptions=0, block_hashes=[]
-    )
+    request = a_request(17)
     assert made.update_state_before_preempt(request, ([1],), 16)
     made.build_connector_meta(None)
     for rank in (0, 1):
@@ -259,7 +269,7 @@ def test_a_block_covers_as_many_tokens_as_for_vllms_block_manager(vllm_config, s
 
 def test_blocks_spread_over_ranks_are_stored_as_such(make):
     made = make(SCHEDULER, ranks={"decode_context_parallel_size": 2})
-    request = SimpleNamespace(request_id="a", num_tokens=97, block_hashes=[])
+    request = a_request(97)
     assert made.update_state_before_preempt(request, ([1, 2, 3],), 96)
     assert len(made.build_connector_meta(None).store_pairs) == 3
 
@@ -291,7 +301,7 @@ def test_a_ring_of_blocks_is_refused_by_name(make, ring):
 def test_a_model_with_states_is_preserved(make, log):
     made = make(SCHEDULER, kv_cache=kv_cache_config(["a"], ["b"], spec=[SPEC, STATES]))
     assert not log.warnings
-    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    request = a_request(17)
     assert made.update_state_before_preempt(request, ([1], [2]), 16)
 
 
@@ -304,7 +314,7 @@ def test_states_that_drafts_may_have_passed_are_warned_of_at_the_start(make, log
     (warning,) = log.warnings
     assert "No preempted request will be preserved" in warning
     assert "with speculative decoding, the states" in warning
-    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    request = a_request(17)
     assert not made.update_state_before_preempt(request, ([1], [2]), 16)
 
 
@@ -364,13 +374,7 @@ def test_a_request_goes_to_the_host_and_comes_back(make):
     device_pool = BlockPool(8, enable_caching=True, hash_block_size=16)
     scheduler.bind_gpu_block_pool(device_pool)
     assert scheduler.scheduler.hash_tokens == 16
-    request = SimpleNamespace(
-        request_id="a",
-        num_tokens=41,
-        num_output_placeholders=0,
-        num_preemptions=1,
-        block_hashes=[b"one", b"two"],
-    )
+    request = a_request(41, num_preemptions=1, block_hashes=[b"one", b"two"])
 
     def step():
         """One step of the engine: the connector's calls, in vLLM's order."""
@@ -423,14 +427,14 @@ def test_a_request_goes_to_the_host_and_comes_back(make):
 
 def test_a_load_restores_every_group(make):
     made = make(SCHEDULER, kv_cache=kv_cache_config(["a", "b"], ["c"], ["d"]))
-    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    request = a_request(17)
     assert made.get_loaded_kv_cache_group_ids(request) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("method", ["request_finished", "request_finished_all_groups"])
 def test_a_finished_request_is_forgotten_and_vllm_may_free_its_blocks(make, method):
     made = make(SCHEDULER)
-    request = SimpleNamespace(request_id="a", num_tokens=17, block_hashes=[])
+    request = a_request(17)
     assert made.update_state_before_preempt(request, ([1],), 16)
     assert getattr(made, method)(request, []) == (False, None)
     assert not made.has_preempted_request("a")
@@ -447,7 +451,7 @@ def test_a_load_error_reaches_vllm(make):
     worker = make(WORKER)
     worker.register_kv_caches({"a": torch.empty(8, PAGE // 4)})
     scheduler = make(SCHEDULER)
-    request = SimpleNamespace(request_id="a", num_tokens=17, num_output_placeholders=0)
+    request = a_request(17)
     scheduler.update_state_before_preempt(request, ([1],), 16)
     scheduler.build_connector_meta(None)
     report = OffloadWorkerMetadata({0: {0: True}})
