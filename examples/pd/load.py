@@ -3,7 +3,8 @@
     python examples/pd/load.py --requests 100 --concurrency 50
 
 Prompts are random token ids, so any model will do. Preemptions are counted by the decode server,
-resends by the proxy, and restored tokens in the decode server's log.
+resends by the proxy, and restored tokens in the decode server's log. The first request goes alone
+and is not counted: with it the two servers make the connection that NIXL needs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import aiohttp
 from tqdm import tqdm
@@ -26,8 +28,15 @@ class RequestError(Exception):
     """What the proxy has said instead of an answer."""
 
 
-async def complete(session: aiohttp.ClientSession, body: dict[str, object]) -> list[float]:
+async def complete(
+    session: aiohttp.ClientSession, body: dict[str, object], bar: tqdm[NoReturn]
+) -> list[float]:
     """When each token came, in seconds since the request was sent.
+
+    Args:
+        session: Of the proxy.
+        body: The request, streamed, with the usage in each chunk.
+        bar: Goes on with each token.
 
     Raises:
         RequestError: The proxy has answered with an error, at once or after some tokens.
@@ -45,6 +54,7 @@ async def complete(session: aiohttp.ClientSession, body: dict[str, object]) -> l
                 raise RequestError(chunk["error"]["message"])
             new = chunk["usage"]["completion_tokens"] - len(times)
             times += [time.perf_counter() - started] * new
+            bar.update(new)
     return times
 
 
@@ -55,21 +65,40 @@ async def counter(url: str, name: str) -> float:
     return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", metrics, re.M)))
 
 
-def restored_tokens(log: Path) -> int:
-    """Tokens that the decode server has copied back to the device."""
-    loads = re.findall(r"preempt offload H2D load .*: tokens (\d+) to (\d+)", log.read_text())
-    return sum(int(end) - int(first) for first, end in loads)
+async def until_ready(session: aiohttp.ClientSession) -> None:
+    """Waits for the servers behind the proxy."""
+    told = False
+    while True:
+        async with session.get("/health") as response:
+            if response.ok:
+                return
+            why = (await response.json())["error"]["message"]
+        if not told:
+            print(f"waiting: {why}", file=sys.stderr)
+        told = True
+        await asyncio.sleep(0.5)
+
+
+def restores(log: str) -> list[int]:
+    """Numbers of tokens that were copied back to the device, one for each restored request.
+
+    Args:
+        log: What a server has logged.
+    """
+    loads = re.findall(r"Prepared preempt offload H2D load .*: tokens (\d+) to (\d+)", log)
+    return [int(end) - int(first) for first, end in loads]
 
 
 async def run(options: argparse.Namespace) -> None:
     """Sends all requests and prints the figures."""
     rng = random.Random(options.seed)
+    lengths = [rng.randint(1, 2 * options.prompt_tokens) for _ in range(options.requests)]
+    prompts = [[rng.randint(3, 500) for _ in range(length)] for length in lengths]
     places = asyncio.Semaphore(options.concurrency)
-    timeout = aiohttp.ClientTimeout(total=None)
+    all_times: list[list[float]] = []
+    errors: list[Exception] = []
 
-    errors: list[RequestError] = []
-
-    async def one(prompt: list[int]) -> list[float]:
+    async def one(prompt: list[int], bar: tqdm[NoReturn]) -> None:
         body = {
             "model": model,
             "prompt": prompt,
@@ -80,34 +109,43 @@ async def run(options: argparse.Namespace) -> None:
         }
         async with places:
             try:
-                return await complete(session, body)
-            except RequestError as error:
+                all_times.append(await complete(session, body, bar))
+            except (RequestError, aiohttp.ClientError) as error:
                 errors.append(error)
-                return []
-            finally:
-                bar.update()
+        bar.set_postfix(answered=len(all_times), failed=len(errors))
 
     async def figures() -> tuple[float, float, int]:
         return (
             await counter(options.decode, "vllm:num_preemptions_total"),
             await counter(options.proxy, "pd_proxy_resends_total"),
-            restored_tokens(options.decode_log),
+            sum(restores(options.decode_log.read_text())),
         )
 
-    before = await figures()
-    started = time.perf_counter()
-    async with aiohttp.ClientSession(options.proxy, timeout=timeout, read_bufsize=2**25) as session:
+    async with aiohttp.ClientSession(
+        options.proxy,
+        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=2**25,
+    ) as session:
+        await until_ready(session)
         async with session.get("/v1/models") as response:
             model = (await response.json())["data"][0]["id"]
-        with tqdm(total=options.requests, unit="request") as bar:
-            lengths = [rng.randint(1, 2 * options.prompt_tokens) for _ in range(options.requests)]
-            prompts = [[rng.randint(3, 500) for _ in range(length)] for length in lengths]
-            all_times = list(filter(None, await asyncio.gather(*map(one, prompts))))
+        with tqdm(desc="first request", total=options.max_tokens, unit="token") as bar:
+            await one(prompts[0], bar)
+        if errors:
+            sys.exit(f"the first request failed: {errors[0]}")
+        all_times.clear()
+        before = await figures()
+        started = time.perf_counter()
+        total = options.requests * options.max_tokens
+        with tqdm(desc=f"{options.requests} requests", total=total, unit="token") as bar:
+            await asyncio.gather(*(one(prompt, bar) for prompt in prompts))
     seconds = time.perf_counter() - started
     preemptions, resends, restored = (
         new - old for new, old in zip(await figures(), before, strict=True)
     )
 
+    print(f"answered         {len(all_times)} of {options.requests}")
     first = [times[0] for times in all_times]
     per_token = [(t[-1] - t[0]) / (len(t) - 1) for t in all_times if len(t) > 1]
     for name, values in (("TTFT", first), ("TPOT", per_token)):
@@ -125,9 +163,7 @@ async def run(options: argparse.Namespace) -> None:
     print(f"restored tokens  {restored}")
     print(f"resends          {resends:.0f}")
     if errors:
-        sys.exit(
-            f"{len(errors)} of {options.requests} requests failed, the first with: {errors[0]}"
-        )
+        sys.exit(f"{len(errors)} requests failed, the first with: {errors[0]!r}")
 
 
 def main() -> None:

@@ -38,8 +38,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RECOMPUTED = "recomputed"
 # Rounds in which a request may come back before the client gets an error.
 MOST_RESENDS = 100
-# Seconds for a connection to a server; an answer may take any time.
-CONNECT_TIMEOUT = 30
 
 # What the next round would not go on with, so that the whole answer has to be generated again.
 REPEATED = {
@@ -130,8 +128,7 @@ class Servers:
         """Yields the chunks of a streamed answer that have a choice."""
         body = {key: value for key, value in body.items() if key != "stream_options"}
         body |= {"stream": True, "return_token_ids": True}
-        async with self.session.post(self.decode_url + path, json=body) as response:
-            await _check(response)
+        async with self._response("POST", self.decode_url + path, body) as response:
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
@@ -143,10 +140,30 @@ class Servers:
 
     async def ask(self, url: str, body: Json) -> Json:
         """Posts a request that is not streamed."""
-        async with self.session.post(url, json=body) as response:
-            await _check(response)
+        async with self._response("POST", url, body) as response:
             answer: Json = await response.json()
             return answer
+
+    async def check_health(self) -> None:
+        """Sees that both take requests.
+
+        Raises:
+            RequestError: One of them does not.
+        """
+        for url in (self.prefill_url, self.decode_url):
+            async with self._response("GET", url + "/health"):
+                pass
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, method: str, url: str, body: Json | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self.session.request(method, url, json=body) as response:
+                await _check(response)
+                yield response
+        except aiohttp.ClientError as error:
+            raise RequestError(502, f"{url} cannot be reached or breaks off: {error!r}") from error
 
     async def whole_characters(self, model: str | None, token_ids: list[int]) -> list[int]:
         """The tokens without those at the end that are only a part of a character."""
@@ -446,15 +463,13 @@ async def answer(request: web.Request) -> web.StreamResponse:
                     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                     await response.prepare(request)
                 await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    except (RequestError, aiohttp.ClientError, json.JSONDecodeError) as error:
+    except (RequestError, aiohttp.ClientConnectionResetError, json.JSONDecodeError) as error:
         if response is not None and (request.transport is None or request.transport.is_closing()):
             # The client has gone away before it could be noticed in another way.
             return response
         FAILURES.inc()
-        if isinstance(error, json.JSONDecodeError):
+        if not isinstance(error, RequestError):
             error = RequestError(400, f"the request is not JSON: {error}")
-        elif not isinstance(error, RequestError):
-            error = RequestError(502, f"a server cannot be reached: {error!r}")
         if response is None:
             return web.json_response(error.body, status=error.status)
         await response.write(b"data: " + json.dumps(error.body).encode() + b"\n\n")
@@ -476,7 +491,11 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """Says that the proxy runs."""
+    """Says whether the proxy and both servers can take requests."""
+    try:
+        await request.app[SERVERS].check_health()
+    except RequestError as error:
+        return web.json_response(error.body, status=error.status)
     return web.Response()
 
 
@@ -488,7 +507,9 @@ def application(prefill: str, decode: str) -> web.Application:
 
     async def connected(app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
+            # How long a step or a new connection takes depends on the load. A server that is gone
+            # refuses connections, and of a machine that is gone the system tells.
+            timeout=aiohttp.ClientTimeout(total=None),
             # A server may close a connection that waits for its next request just when that comes.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             # A line of a stream may have the token ids of a long prompt.
