@@ -1,4 +1,8 @@
-"""Servers in processes of their own, started as ``examples/pd/start.py`` does it."""
+"""Servers in processes of their own, started as ``examples/pd/start.py`` does it.
+
+An engine and its worker are one process, as ``harness`` has set it for all engines; a server starts
+faster that way.
+"""
 
 import contextlib
 import dataclasses
@@ -17,6 +21,7 @@ from preempt_offload import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "pd"))
 
+import load  # noqa: F401
 import start
 
 # Of the tiny model.
@@ -78,7 +83,8 @@ def running(commands, folder):
         started = {}
         for name, (port, command, environment) in commands.items():
             log = folder / f"{name}.log"
-            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment
+            # Workers find their extensions here.
+            environment = {"PYTHONPATH": str(Path(__file__).parent)} | environment
             process = stack.enter_context(start.running(command, log, environment))
             started[name] = Server(f"http://{start.HOST}:{port}", log, process)
         for name, server in started.items():

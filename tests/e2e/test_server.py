@@ -12,7 +12,7 @@ import pytest
 
 import servers
 from harness import jobs
-from servers import start
+from servers import load, start
 
 RANKS = 2
 CROWD = jobs(seed=47, lengths=[60 + 9 * i % 140 for i in range(RANKS * 26)], max_tokens=60)
@@ -37,7 +37,8 @@ def server(model, tmp_path):
         *("--scheduler-cls", "preempt_offload.RecomputeScheduler"),
         *("--kv-transfer-config", json.dumps(TRANSFER)),
     ]
-    with servers.running({"server": (port, command, {})}, tmp_path) as started:
+    workers_apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with servers.running({"server": (port, command, workers_apart)}, tmp_path) as started:
         yield started["server"]
 
 
@@ -74,9 +75,11 @@ def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed):
         for line in (
             r"Recompute preemption offload enabled for request \S+",
             r"Created preempt offload state for request \S+",
-            r"Prepared preempt offload H2D load for request \S+",
         ):
             assert len(re.findall(line, lines)) == preemptions, line
+        restored = load.restores(lines)
+        assert len(restored) == preemptions
+        assert min(restored) > 0
         # A rank that does not know of the others takes all bytes, and says so.
         assert f"{HOST_BLOCKS} host blocks of {servers.BLOCK_BYTES} bytes per rank" in lines
         assert "cpu_bytes_to_use is not divided by the data-parallel size" in lines
