@@ -7,6 +7,7 @@ faster that way.
 import contextlib
 import dataclasses
 import os
+import random
 import re
 import shutil
 import signal
@@ -38,11 +39,15 @@ def with_tokenizer(model, folder):
 
 
 def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((start.HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Ports to listen on: free, and none that the system gives to a connection in the meantime."""
+    ports = []
+    for port in random.sample(range(20_000, 32_768), 12_768):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((start.HOST, port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 @dataclasses.dataclass(frozen=True)
