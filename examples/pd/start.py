@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 HOST = "127.0.0.1"
 
 
@@ -54,27 +54,35 @@ def decode_transfer(offload: dict[str, Any]) -> dict[str, Any]:
 
 def prefill_flags(side_channel_port: int) -> tuple[list[str], dict[str, str]]:
     """Flags and environment variables of the prefill server."""
-    flags = ["--kv-transfer-config", json.dumps(nixl("kv_producer"))]
-    return flags, _environment(side_channel_port)
+    return _with_nixl(side_channel_port, nixl("kv_producer"))
 
 
 def decode_flags(
     side_channel_port: int, transfer: dict[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
     """Flags and environment variables of the decode server."""
+    flags, environment = _with_nixl(side_channel_port, transfer)
+    return [*flags, "--scheduler-cls", "preempt_offload.RecomputeScheduler"], environment
+
+
+def _with_nixl(
+    side_channel_port: int, transfer: dict[str, Any]
+) -> tuple[list[str], dict[str, str]]:
     flags = [
         *("--kv-transfer-config", json.dumps(transfer)),
-        *("--scheduler-cls", "preempt_offload.RecomputeScheduler"),
+        *("--worker-extension-cls", "nixl_on_cpu.Worker"),
     ]
-    return flags, _environment(side_channel_port)
-
-
-def _environment(side_channel_port: int) -> dict[str, str]:
-    return {
+    environment = {
         "UCX_TLS": os.environ.get("UCX_TLS", "tcp,self"),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+        # Where nixl_on_cpu is.
+        "PYTHONPATH": str(HERE),
+        # An engine and its worker are one process. As two, they wait for each other by yielding the
+        # CPU, which they get back late on a busy machine.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    return flags, environment
 
 
 def vllm_server(model: str, port: int) -> list[str]:

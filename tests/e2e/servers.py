@@ -1,8 +1,4 @@
-"""Servers in processes of their own, started as ``examples/pd/start.py`` does it.
-
-An engine and its worker are one process, as ``harness`` has set it for all engines; a server starts
-faster that way.
-"""
+"""Servers in processes of their own, started as ``examples/pd/start.py`` does it."""
 
 import contextlib
 import dataclasses
@@ -88,8 +84,6 @@ def running(commands, folder):
         started = {}
         for name, (port, command, environment) in commands.items():
             log = folder / f"{name}.log"
-            # Workers find their extensions here.
-            environment = {"PYTHONPATH": str(Path(__file__).parent)} | environment
             process = stack.enter_context(start.running(command, log, environment))
             started[name] = Server(f"http://{start.HOST}:{port}", log, process)
         for name, server in started.items():

@@ -65,12 +65,11 @@ def deployment(model, tmp_path_factory):
         *(*servers.FLAGS, "--structured-outputs-config", STRUCTURED),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
-    joined = [*both, "--worker-extension-cls", "nixl_on_cpu.Worker"]
     commands = {
         "ordinary": server("ordinary", [*both, *roomy, UNCHUNKED], {}),
-        "prefill": server("prefill", [*joined, *roomy, "256", *prefill[0]], prefill[1]),
-        "decode": server("decode", joined + decode_only + ample[0], ample[1]),
-        "cramped": server("cramped", joined + decode_only + cramped[0], cramped[1]),
+        "prefill": server("prefill", [*both, *roomy, "256", *prefill[0]], prefill[1]),
+        "decode": server("decode", both + decode_only + ample[0], ample[1]),
+        "cramped": server("cramped", both + decode_only + cramped[0], cramped[1]),
     }
     for name, decode in (("proxy", "decode"), ("cramped_proxy", "cramped")):
         command = start.proxy(ports[name], ports["prefill"], ports[decode])
