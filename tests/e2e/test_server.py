@@ -62,11 +62,13 @@ async def ask(url):
         return await asyncio.gather(*(complete(session, job) for job in CROWD))
 
 
-def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed):
+def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed, record_servers):
     tokens = asyncio.run(ask(server.url))
     assert dict(enumerate(tokens)) == undisturbed(CROWD)
 
     log = server.text()
+    preempted = int(server.counters()["vllm:num_preemptions_total"])
+    record_servers(len(CROWD), preempted, sum(load.restores(log)), 0, 0)
     for rank in range(RANKS):
         preemptions = server.counters(f'engine="{rank}"')["vllm:num_preemptions_total"]
         assert preemptions >= 3
