@@ -3,7 +3,7 @@ import vllm
 
 import docs_table
 from preempt_offload import tiny_model
-from reference import undisturbed_engine
+from reference import undisturbed_engines
 
 COLUMNS = ("jobs", "preempted", "restored tokens", "recomputed tokens", "fallbacks", "D2H", "H2D")
 SERVER_COLUMNS = ("requests", "preempted", "restored tokens", "resent", "mismatches")
@@ -26,10 +26,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(model):
+def undisturbed_engine():
+    """Engines with room for all jobs, without us; see ``undisturbed_engines``."""
+    with undisturbed_engines() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_engine, model):
     """The tokens of jobs on an engine with room for all of them, without us."""
-    with undisturbed_engine(model) as tokens_of:
-        yield tokens_of
+    return undisturbed_engine(model)
 
 
 @pytest.fixture
