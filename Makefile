@@ -81,7 +81,7 @@ e2e: $(VLLM_VERSIONS:%=e2e-%)
 e2e-%: .venv/vllm-%/.installed
 	$(PART) "with the real vLLM $*" env OMP_NUM_THREADS=1 \
 		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
-		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
+		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile --no-loadscope-reorder
 
 docs-table:
 	$(PYTHON) tests/e2e/docs_table.py
