@@ -42,6 +42,10 @@ SECONDS := 3600
 # Of each of the simulator's four parts, on each version.
 export PREEMPT_OFFLOAD_SIMULATED_STEPS ?= 125000
 
+# What of an environment is imported is compiled then, once, rather than at every start of an engine
+# or, of all packages, in advance.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: check format lint rust-test python-test loom stress e2e test demo bench lock clean
 .PHONY: simulator simulate soak mutations docs-table ascend conformance
 
@@ -77,7 +81,7 @@ e2e: $(VLLM_VERSIONS:%=e2e-%)
 e2e-%: .venv/vllm-%/.installed
 	$(PART) "with the real vLLM $*" env OMP_NUM_THREADS=1 \
 		VLLM_CACHE_ROOT=$(CURDIR)/.venv/vllm-$*/cache \
-		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile
+		.venv/vllm-$*/bin/pytest tests/engine tests/e2e -n 2 --dist loadfile --no-loadscope-reorder
 
 docs-table:
 	$(PYTHON) tests/e2e/docs_table.py
@@ -111,7 +115,10 @@ ascend-%: .venv/vllm-0.23.0/.installed $(ASCEND)/.ready
 conformance: $(DEV)/.ready
 	$(PART) "names of torch_npu and vllm-ascend" $(DEV)/bin/pytest tests/ascend -q
 
-test: check loom stress simulator e2e ascend
+# What compiles or computes in one thread, two at a time; then what uses both of two cores itself.
+test:
+	$(MAKE) -j 2 --output-sync=target lint loom rust-test python-test stress
+	$(MAKE) simulator e2e ascend
 
 simulate: .venv/vllm-$(VLLM)/.installed
 	$(SIMULATE) $(if $(PLAN),--plan $(PLAN),--seed $(SEED) --steps $(STEPS))
@@ -148,8 +155,7 @@ $(UV):
 
 .venv/%/.ready: environments/%.txt $(UV)
 	$(UV) venv -q --clear --python $(PYTHON) .venv/$*
-	# Compiled once here instead of at every start of an engine.
-	$(UV) pip install -q --compile-bytecode --python .venv/$*/bin/python --no-deps -r environments/$*.txt
+	$(UV) pip install -q --python .venv/$*/bin/python --no-deps -r environments/$*.txt
 	touch $@
 
 $(WHEEL): $(PACKAGE) $(DEV)/.ready

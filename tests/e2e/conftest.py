@@ -1,9 +1,10 @@
 import pytest
 import vllm
+from xdist.scheduler import LoadFileScheduling
 
 import docs_table
 from preempt_offload import tiny_model
-from reference import undisturbed_engine
+from reference import undisturbed_engines
 
 COLUMNS = ("jobs", "preempted", "restored tokens", "recomputed tokens", "fallbacks", "D2H", "H2D")
 SERVER_COLUMNS = ("requests", "preempted", "restored tokens", "resent", "mismatches")
@@ -18,6 +19,51 @@ NPU_COLUMNS = (
     "waits of the host",
     "accesses of what computes",
 )
+# Their engines are several processes each, so they run one after another.
+CROWDED = (
+    "test_prefill_decode.py",
+    "test_server.py",
+    "test_failures.py",
+    "test_tensor_parallel.py",
+)
+# Of the others those that take longest.
+LONG = (
+    "test_models.py",
+    "test_speculative.py",
+    "test_request_kinds.py",
+    "test_matrix.py",
+    "test_budgets.py",
+    "test_multimodal.py",
+    "test_decode_node.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts what takes long before what does not, so that two processes end at the same time."""
+    first = {name: i for i, name in enumerate(CROWDED)}
+    then = {name: i for i, name in enumerate(LONG)}
+
+    def place(item):
+        name = item.path.name
+        if name in first:
+            return 0, first[name]
+        if item.path.parent.name != "e2e":
+            return 1, 0
+        return 2, then.get(name, len(then))
+
+    items.sort(key=place)
+
+
+class _Scheduling(LoadFileScheduling):
+    """Gives each file to one of the processes, and those that are crowded all to one."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "crowded" if file.endswith(CROWDED) else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +72,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(model):
+def undisturbed_engine():
+    """Engines with room for all jobs, without us; see ``undisturbed_engines``."""
+    with undisturbed_engines() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_engine, model):
     """The tokens of jobs on an engine with room for all of them, without us."""
-    with undisturbed_engine(model) as tokens_of:
-        yield tokens_of
+    return undisturbed_engine(model)
 
 
 @pytest.fixture

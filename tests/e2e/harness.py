@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import operator
 import os
 import re
@@ -165,6 +166,9 @@ class Engine:
             "max_num_seqs": 32,
             "skip_tokenizer_init": True,
         }
+        # vLLM collects garbage again and again while it starts. What has been imported is none,
+        # and there is much of it.
+        gc.freeze()
         self._llm = LLM(
             str(model),
             enforce_eager=True,

@@ -1,42 +1,56 @@
-"""An engine with room for every request, in a process of its own.
+"""Engines with room for every request, one after another in a process of their own.
 
 vLLM has one KV connector per process, so the undisturbed run and the run under test cannot
 share one. What runs in that process is in this module because it has to be found by name.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import operator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 
 import torch
 
 
-@contextmanager
-def undisturbed_engine(model, *, observe=operator.attrgetter("tokens"), **engine_args):
-    """Yields a function from jobs to what they get when nothing is ever preempted.
+@contextlib.contextmanager
+def undisturbed_engines():
+    """Yields a function from an engine to a function from jobs to what they get there.
 
-    Args:
-        model: The checkpoint's folder.
-        observe: What is wanted of an ``Outcome``; it has to be found by name, too.
-        engine_args: Further arguments of the engine.
+    Nothing is ever preempted on these engines. Only the last of them runs, so whoever asks for
+    several does well to ask for one after the other. Arguments of the first function:
+
+    - ``model``: the checkpoint's folder
+    - ``observe``: what is wanted of an ``Outcome``; it has to be found by name, too
+    - ``engine_args``: further arguments of the engine
     """
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        1, spawn, initializer=_start, initargs=(model, engine_args)
-    ) as process:
-        yield functools.cache(lambda all_jobs: process.submit(_run, all_jobs, observe).result())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+
+        def engine(model, *, observe=operator.attrgetter("tokens"), **engine_args):
+            return functools.cache(
+                lambda all_jobs: process.submit(
+                    _run, model, engine_args, all_jobs, observe
+                ).result()
+            )
+
+        yield engine
+
+
+# What ends the engine of this process, that engine, and the arguments that it was started with.
+_running, _engine, _asked = contextlib.ExitStack(), None, None
 
 
 def _start(model, engine_args):
-    global _engine
     from harness import Engine
 
-    _engine = Engine(model, 600, **{"max_model_len": 1024} | engine_args)
+    return Engine(model, 600, **{"max_model_len": 1024} | engine_args)
 
 
-def _run(all_jobs, observe):
+def _run(model, engine_args, all_jobs, observe):
+    global _engine, _asked
+    if _asked != (model, engine_args):
+        _running.close()
+        _engine, _asked = _running.enter_context(_start(model, engine_args)), (model, engine_args)
     outcome = _engine.run(all_jobs)
     assert not outcome.preemptions
     assert outcome.recomputed_tokens == 0
@@ -46,8 +60,7 @@ def _run(all_jobs, observe):
 def failure(model, all_jobs, engine_args):
     """What an engine says that is to run jobs and cannot, or ``None``."""
     try:
-        _start(model, engine_args)
-        _engine.run(all_jobs)
+        _start(model, engine_args).run(all_jobs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

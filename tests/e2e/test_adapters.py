@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from harness import BLOCK, Engine, Job, jobs
 from preempt_offload import tiny_model
-from reference import tokens_of_transformers, undisturbed_engine
+from reference import tokens_of_transformers
 
 RANK = 8
 NUM_ADAPTERS = 3
@@ -84,9 +84,8 @@ LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RAN
 
 
 @pytest.fixture(scope="module")
-def undisturbed_with_adapters(model):
-    with undisturbed_engine(model, **LORA) as tokens_of:
-        yield tokens_of
+def undisturbed_with_adapters(undisturbed_engine, model):
+    return undisturbed_engine(model, **LORA)
 
 
 def test_undisturbed_tokens_are_those_of_transformers(model, undisturbed_with_adapters, everyone):

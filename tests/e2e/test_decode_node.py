@@ -47,16 +47,21 @@ def test_unpreserved_requests_are_returned_and_can_be_resent(
         assert outcome.tokens[job] + again.tokens[i] == expected[job]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_with_enough_host_memory_nothing_is_returned(model, undisturbed, record, async_scheduling):
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def ample_engine(model, request):
+    """An engine with host memory for all."""
     with Engine(
         model,
         31,
         offload={"offload_host_memory_ratio": 4},
         transfer=CONSUMER,
-        async_scheduling=async_scheduling,
+        async_scheduling=request.param,
     ) as engine:
-        outcome = engine.run(CROWD)
+        yield engine
+
+
+def test_with_enough_host_memory_nothing_is_returned(ample_engine, undisturbed, record):
+    outcome = ample_engine.run(CROWD)
     record(outcome, CROWD)
     assert outcome.preemptions
     assert outcome.restored_tokens > 0
@@ -65,21 +70,11 @@ def test_with_enough_host_memory_nothing_is_returned(model, undisturbed, record,
     assert not any(outcome.stop_reasons.values())
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_requests_whose_store_failed_are_returned(
-    model, undisturbed, record, monkeypatch, async_scheduling
-):
+def test_requests_whose_store_failed_are_returned(ample_engine, undisturbed, record, monkeypatch):
     failed = []
-    with Engine(
-        model,
-        31,
-        offload={"offload_host_memory_ratio": 4},
-        transfer=CONSUMER,
-        async_scheduling=async_scheduling,
-    ) as engine:
-        device = engine.worker._device
-        monkeypatch.setattr(device, "begin", fail_first_copies(device.begin, "d2h", failed))
-        outcome = engine.run(CROWD)
+    device = ample_engine.worker._device
+    monkeypatch.setattr(device, "begin", fail_first_copies(device.begin, "d2h", failed))
+    outcome = ample_engine.run(CROWD)
     record(outcome, CROWD)
     returned = [i for i, reason in outcome.stop_reasons.items() if reason == "recomputed"]
     assert len(failed) == 3

@@ -9,8 +9,6 @@ import vllm
 
 from checkpoints import KINDS
 from harness import Engine, jobs
-from preempt_offload import tiny_model
-from reference import undisturbed_engine
 
 CROWD = jobs(seed=29, lengths=[60 + 9 * i % 140 for i in range(24)], max_tokens=60)
 FAILURES = 3
@@ -43,23 +41,17 @@ if vllm.__version__.startswith("0.32."):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(model, tmp_path_factory):
     """The folder of a kind's checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoints")
     kinds = {case.kind for case in CASES.values()} - {"dense"}
-    return {"dense": tiny_model.write(folder / "dense")} | {
-        kind: KINDS[kind].write(folder / kind) for kind in kinds
-    }
+    return {"dense": model} | {kind: KINDS[kind].write(folder / kind) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints):
+def expected(undisturbed_engine, checkpoints):
     """The tokens of the crowd on undisturbed engines, by kind."""
-    tokens = {}
-    for kind, checkpoint in checkpoints.items():
-        with undisturbed_engine(checkpoint) as tokens_of:
-            tokens[kind] = tokens_of(CROWD)
-    return tokens
+    return {kind: undisturbed_engine(checkpoint)(CROWD) for kind, checkpoint in checkpoints.items()}
 
 
 @pytest.fixture(scope="module", params=CASES)

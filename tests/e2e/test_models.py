@@ -1,6 +1,5 @@
 """Every kind of model: preempted, restored, and the outputs of an undisturbed run."""
 
-import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -17,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 import recurrent_on_cpu  # noqa: F401
 from checkpoints import KINDS
 from harness import BLOCK, Engine, Job, jobs
-from reference import failure, undisturbed_engine
+from reference import failure
 
 VERSION = vllm.__version__.split("+")[0]
 CROWD = jobs(seed=7, lengths=[60 + 9 * i % 140 for i in range(20)], max_tokens=80, shared_prefix=40)
@@ -160,14 +159,13 @@ SETUPS = {
     ),
 }
 
-# What each vLLM runs on CPUs, with or without a connector. With prompts cut into single tokens
-# the gated delta net of 0.23.0 gives other tokens when blocks are used for a second time.
+# What each vLLM runs on CPUs, with or without a connector.
 RUNS = {
     "0.23.0": {
         "fp8": ("plain",),
         "shared-layers": ("prefix",),
         "sliding-window": ("plain", "prefix", "shared", "decode-node"),
-        "gated-delta-net": ("plain", "prefix", "prefix-shared"),
+        "gated-delta-net": ("plain", "prefix", "prefix-shared", "decode-node"),
     },
     "0.32.0": {
         "fp8": ("plain",),
@@ -211,25 +209,24 @@ def checkpoint(kind, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkpoint, setup):
+def undisturbed(undisturbed_engine, checkpoint, setup):
     """The tokens of jobs on an engine with room for all of them, without us.
 
     Prompts are cut into pieces where they are in the mode that is to be compared, if their
     kind minds.
     """
-    with contextlib.ExitStack() as engines:
 
-        @functools.cache
-        def engine(piece):
-            args = setup.args.get("all", {}) | {"long_prefill_token_threshold": piece}
-            return engines.enter_context(undisturbed_engine(checkpoint, **args))
+    @functools.cache
+    def engine(piece):
+        args = setup.args.get("all", {}) | {"long_prefill_token_threshold": piece}
+        return undisturbed_engine(checkpoint, **args)
 
-        def tokens_of(all_jobs, mode="plain"):
-            minds = "long_prefill_token_threshold" in setup.args.get("all", {})
-            piece = setup.args_in(mode)["long_prefill_token_threshold"] if minds else 0
-            return engine(piece)(all_jobs)
+    def tokens_of(all_jobs, mode="plain"):
+        minds = "long_prefill_token_threshold" in setup.args.get("all", {})
+        piece = setup.args_in(mode)["long_prefill_token_threshold"] if minds else 0
+        return engine(piece)(all_jobs)
 
-        yield tokens_of
+    return tokens_of
 
 
 @pytest.fixture(scope="module")

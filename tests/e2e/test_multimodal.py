@@ -12,7 +12,7 @@ from PIL import Image
 import tokenizer
 from checkpoints import COMMON as TEXT
 from harness import BLOCK, Engine, Job, jobs
-from reference import tokens_of_transformers, undisturbed_engine
+from reference import tokens_of_transformers
 
 SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 IMAGE, VIDEO, START, END = range(len(tokenizer.SPECIAL), len(tokenizer.SPECIAL) + len(SPECIAL))
@@ -126,9 +126,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkpoint):
-    with undisturbed_engine(checkpoint, **COMMON) as tokens_of:
-        yield tokens_of
+def undisturbed(undisturbed_engine, checkpoint):
+    return undisturbed_engine(checkpoint, **COMMON)
 
 
 def test_undisturbed_tokens_are_those_of_transformers(checkpoint, undisturbed):

@@ -10,7 +10,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 import tokenizer
 from harness import BLOCK, Engine, Job, jobs
 from preempt_offload import tiny_model
-from reference import undisturbed_engine
 
 SCHEMA = {
     "type": "object",
@@ -162,10 +161,9 @@ COMMON = {"skip_tokenizer_init": False, "max_num_batched_tokens": 8192}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model):
+def undisturbed(undisturbed_engine, model):
     """All that clients see of jobs on an engine with room for all of them, without us."""
-    with undisturbed_engine(model, observe=what_is_visible, **COMMON) as visible_of:
-        yield visible_of
+    return undisturbed_engine(model, observe=what_is_visible, **COMMON)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
