@@ -89,6 +89,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 world_size=parallel.world_size,
                 share_blocks=config.enable_offload_prefix_caching,
                 state_groups=compat.state_groups(kv_cache_config),
+                draft_states=compat.draft_states(kv_cache_config, vllm_config),
                 preserves=unpreservable is None,
                 trust_hits=len(kv_cache_config.kv_cache_groups) == 1
                 or compat.hits_are_claimed_first(),
@@ -186,7 +187,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
         """What the workers have to copy in this step."""
-        return self._scheduler.build_connector_meta()
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Follows what the workers report."""

@@ -25,9 +25,11 @@ from preempt_offload.stats import SchedulerStats
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from preempt_offload._core import BlockPairs
+    from preempt_offload.draft_states import DraftStates
 
 logger = get_logger(__name__)
 
@@ -41,6 +43,7 @@ class OffloadScheduler:
         world_size: Workers that take part in each copy: TP x PP.
         share_blocks: Share full blocks with equal hashes between requests.
         state_groups: KV cache groups whose blocks hold a state after all tokens so far.
+        draft_states: Tells which states are right, if drafts may go past them.
         preserves: Whether anything can be preserved at all; see ``compat.why_unpreservable``.
         trust_hits: Whether what the device's prefix cache has of a request may be left to
             vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
@@ -59,6 +62,7 @@ class OffloadScheduler:
         world_size: int,
         share_blocks: bool,
         state_groups: Sequence[int] = (),
+        draft_states: DraftStates | None = None,
         preserves: bool = True,
         trust_hits: bool = True,
         recovers: bool = True,
@@ -78,6 +82,7 @@ class OffloadScheduler:
         self._completion = CompletionTracker(world_size)
         self._block_tokens = tuple(block_tokens)
         self._state_groups = frozenset(state_groups)
+        self._draft_states = draft_states
         self._share_blocks = share_blocks
         self._preserves = preserves
         self._no_op_advice: str | None = no_op_advice
@@ -141,6 +146,24 @@ class OffloadScheduler:
                 request_id,
             )
             return False
+        if self._draft_states is not None:
+            state = self._draft_states.find(request, num_computed_tokens)
+            self._draft_states.forget(request_id)
+            if state is None:
+                self.stats.not_preserved += 1
+                logger.info(
+                    "Request %s cannot be preserved, because it is not known yet which of its "
+                    "states is the one after its drafts",
+                    request_id,
+                )
+                return False
+            num_computed_tokens = state.num_tokens
+            block_ids = tuple(
+                self._state_block(group, block_ids[group], state.step_end)
+                if group in self._state_groups
+                else block_ids[group]
+                for group in range(len(block_ids))
+            )
         try:
             pairs, mirrored, shared = self.table.begin_store(
                 request_id,
@@ -268,6 +291,7 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         self._landed.discard(request_id)
+        self._forget_step(request_id)
         status = self.table.status(request_id)
         if status is None or status[0] != "Ready":
             return
@@ -291,8 +315,10 @@ class OffloadScheduler:
             len(pairs),
         )
 
-    def build_connector_meta(self) -> OffloadMetadata:
+    def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """What the workers have to copy in this step."""
+        if self._draft_states is not None:
+            self._draft_states.note_step(output)
         if not self._store_pairs and not self._load_requests:
             return NOTHING
         stores = bool(self._store_pairs)
@@ -342,6 +368,7 @@ class OffloadScheduler:
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
         self._landed.discard(request_id)
+        self._forget_step(request_id)
         if request_id in self._loading:
             self._ended_loads.add(request_id)
         self.table.release(request_id)
@@ -356,6 +383,14 @@ class OffloadScheduler:
         return not self._loading
 
     # ---- inside ----
+
+    def _forget_step(self, request_id: str) -> None:
+        if self._draft_states is not None:
+            self._draft_states.forget(request_id)
+
+    def _state_block(self, group: int, block_ids: list[int], num_tokens: int) -> list[int]:
+        """The block of a state group where a step that ends after ``num_tokens`` leaves it."""
+        return block_ids[(num_tokens - 1) // self._block_tokens[group] :][:1]
 
     def _restorable_tokens(self, request: Request, num_stored: int) -> int:
         # The last token has no KV: it was sampled and not yet fed to the model.
