@@ -166,10 +166,7 @@ def draft_states(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> Dra
     specs = [kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in groups]
     # Those that align their blocks all have blocks of one size.
     aligned = [spec.block_size for spec in specs if spec.mamba_cache_mode == "align"]
-    return DraftStates(
-        asynchronous=vllm_config.scheduler_config.async_scheduling,
-        aligned_tokens=max(aligned, default=0),
-    )
+    return DraftStates(aligned_tokens=max(aligned, default=0))
 
 
 def _state_modes(kv_cache_config: KVCacheConfig) -> set[str]:

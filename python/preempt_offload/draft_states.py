@@ -16,7 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 
@@ -34,29 +37,38 @@ class CertainState(NamedTuple):
 
 
 class DraftStates:
-    """Follows which requests' last step has verified drafts.
+    """Follows what became of the drafts in the last step of each request.
 
     Args:
-        asynchronous: Whether steps are scheduled while one is under way.
         aligned_tokens: Tokens per block of the state groups in cache mode "align"; 0 in others.
+
+    Attributes:
+        informed: Whether the engine's scheduler calls ``note_outputs``.
     """
 
-    def __init__(self, *, asynchronous: bool, aligned_tokens: int) -> None:
-        self._asynchronous = asynchronous
+    def __init__(self, *, aligned_tokens: int) -> None:
+        self.informed = False
         self._aligned_tokens = aligned_tokens
-        # By request, if its last step had drafts.
-        self._verified: dict[str, CertainState] = {}
+        # Drafts accepted and drafts verified, by request, if its last step had any.
+        self._verified: dict[str, tuple[int, int]] = {}
 
-    def note_step(self, output: SchedulerOutput) -> None:
-        """Notes a step that has been scheduled."""
-        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+    def note_outputs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+    ) -> None:
+        """Notes a step that is through.
+
+        Args:
+            output: What was scheduled.
+            result: What came out.
+            requests: Those that have not ended meanwhile.
+        """
+        drafts = output.scheduled_spec_decode_tokens
         if not drafts and not self._verified:
             return
-        cached = output.scheduled_cached_reqs
-        for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            if request_id in drafts:
-                end = start + scheduled[request_id]
-                self._verified[request_id] = CertainState(end - len(drafts[request_id]), end)
+        for request_id in output.num_scheduled_tokens:
+            if request_id in drafts and request_id in requests:
+                sampled = result.sampled_token_ids[result.req_id_to_index[request_id]]
+                self._verified[request_id] = max(len(sampled) - 1, 0), len(drafts[request_id])
             else:
                 self._verified.pop(request_id, None)
 
@@ -75,19 +87,20 @@ class DraftStates:
         Returns:
             ``None`` if no state is known to be right.
         """
-        verified = self._verified.get(request.request_id)
-        if verified is None:
-            return CertainState(num_computed_tokens, num_computed_tokens)
         if request.num_output_placeholders > 0:
-            # What is known are the tokens up to the first of the step under way.
-            state = CertainState(request.num_tokens, num_computed_tokens)
-            return None if self._ends_block(state) else state
-        if self._asynchronous:
-            # That step was scheduled before anyone knew how many drafts of the one before count.
+            # The last token known is the first one of the step under way.
+            certain = min(num_computed_tokens, request.num_tokens)
+            if certain < num_computed_tokens and self._ends_block(num_computed_tokens):
+                return None
+            return CertainState(certain, num_computed_tokens)
+        if not self.informed and request.num_output_tokens > 0:
             return None
-        if self._ends_block(verified) and num_computed_tokens == verified.step_end:
-            return CertainState(num_computed_tokens, num_computed_tokens)
-        return verified
+        accepted, verified = self._verified.get(request.request_id, (0, 0))
+        certain = num_computed_tokens - accepted
+        step_end = certain + verified
+        if accepted == verified and self._ends_block(step_end):
+            return CertainState(step_end, step_end)
+        return CertainState(certain, step_end)
 
-    def _ends_block(self, state: CertainState) -> bool:
-        return self._aligned_tokens > 0 and state.step_end % self._aligned_tokens == 0
+    def _ends_block(self, num_tokens: int) -> bool:
+        return self._aligned_tokens > 0 and num_tokens % self._aligned_tokens == 0

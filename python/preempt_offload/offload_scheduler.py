@@ -23,9 +23,10 @@ from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMeta
 from preempt_offload.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from preempt_offload._core import BlockPairs
@@ -110,11 +111,20 @@ class OffloadScheduler:
     def scheduler_cooperates(self) -> None:
         """Notes that the engine's scheduler is one of this package's.
 
-        It asks before it preempts, claims prefix-cache hits before it allocates, and takes
-        the requests whose loads have failed.
+        It asks before it preempts, claims prefix-cache hits before it allocates, tells which
+        drafts were accepted, and takes the requests whose loads have failed.
         """
         self._no_op_advice = None
         self._cooperates = self._trust_hits = self._recovers = True
+        if self._draft_states is not None:
+            self._draft_states.informed = True
+
+    def note_outputs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+    ) -> None:
+        """Notes which drafts were accepted in a step; see ``DraftStates.note_outputs``."""
+        if self._draft_states is not None:
+            self._draft_states.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -152,9 +162,10 @@ class OffloadScheduler:
             if state is None:
                 self.stats.not_preserved += 1
                 logger.info(
-                    "Request %s cannot be preserved, because it is not known yet which of its "
-                    "states is the one after its drafts",
+                    "Request %s cannot be preserved, because it is not known which of its states "
+                    "is that after its accepted drafts%s",
                     request_id,
+                    "" if self._cooperates else "; preempt_offload.RecomputeScheduler would tell",
                 )
                 return False
             num_computed_tokens = state.num_tokens
@@ -315,10 +326,8 @@ class OffloadScheduler:
             len(pairs),
         )
 
-    def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
+    def build_connector_meta(self) -> OffloadMetadata:
         """What the workers have to copy in this step."""
-        if self._draft_states is not None:
-            self._draft_states.note_step(output)
         if not self._store_pairs and not self._load_requests:
             return NOTHING
         stores = bool(self._store_pairs)

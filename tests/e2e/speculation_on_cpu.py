@@ -94,7 +94,8 @@ def _recurrence(update):
     @functools.wraps(update)
     def recur(states, x, dt, A, B, C, D, *args, num_accepted_tokens=None, **rest):
         if num_accepted_tokens is None:
-            return update(states, x, dt, A, B, C, D, *args, **rest)
+            update(states, x, dt, A, B, C, D, *args, **rest)
+            return
         (dt_bias,) = args
         steps = functional.softplus(dt + dt_bias).unsqueeze(-1)
         decays = torch.exp(steps * A)

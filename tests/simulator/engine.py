@@ -384,14 +384,13 @@ class Simulation:
             return False
         if setup.second_runner or (setup.drafts and setup.state_mode == "all"):
             return True
-        if not setup.drafts or not setup.asynchronous:
+        if not request.num_output_placeholders or setup.state_mode != "align":
             return False
-        ends_block = any(
+        return any(
             request.num_computed_tokens % group.block_tokens == 0
             for group in setup.groups
             if group.kind == "state"
         )
-        return request.num_output_placeholders == 0 or (setup.state_mode == "align" and ends_block)
 
     def _check_refusal(
         self, request: Request, blocks: tuple[list[int], ...], num_tokens: int

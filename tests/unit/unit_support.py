@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -33,22 +32,10 @@ class Request:
     request_id: str
     num_tokens: int
     num_output_placeholders: int = 0
+    num_output_tokens: int = 1
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
-
-
-def scheduled(request_id=None, start=0, *, tokens=1, drafts=0):
-    """What vLLM's scheduler says of a step with one request, or with none.
-
-    The step computes some tokens from ``start`` on, and then drafts.
-    """
-    ids = [] if request_id is None else [request_id]
-    return SimpleNamespace(
-        num_scheduled_tokens=dict.fromkeys(ids, tokens + drafts),
-        scheduled_spec_decode_tokens=dict.fromkeys(ids, [-1] * drafts) if drafts else {},
-        scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=[start] * len(ids)),
-    )
 
 
 class Scene:
@@ -89,9 +76,8 @@ class Scene:
     def allocate(self, request, blocks, num_external_tokens):
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def step(self, output=None):
-        """The metadata of a step, given what vLLM has scheduled for it."""
-        return self.scheduler.build_connector_meta(output or scheduled())
+    def step(self):
+        return self.scheduler.build_connector_meta()
 
     # ---- the workers' side ----
 
