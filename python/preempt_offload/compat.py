@@ -8,6 +8,7 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
+from preempt_offload.draft_states import DraftStates
 from preempt_offload.log import get_logger
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "claim_hits_first",
     "current_transfer_config",
     "dequeue",
+    "draft_states",
     "end_wait",
     "find_offload_connector",
     "hides_data_parallel_size",
@@ -156,12 +158,29 @@ def state_groups(kv_cache_config: KVCacheConfig) -> list[int]:
     return [i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
 
 
+def draft_states(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> DraftStates | None:
+    """What tells which states are right, if this engine has states that drafts may go past."""
+    groups = state_groups(kv_cache_config)
+    if not groups or vllm_config.speculative_config is None:
+        return None
+    specs = [kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in groups]
+    # Those that align their blocks all have blocks of one size.
+    aligned = [spec.block_size for spec in specs if spec.mamba_cache_mode == "align"]
+    return DraftStates(aligned_tokens=max(aligned, default=0))
+
+
+def _state_modes(kv_cache_config: KVCacheConfig) -> set[str]:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return {getattr(spec, "mamba_cache_mode", "none") for spec in specs}
+
+
 def why_unpreservable(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str | None:
     """What keeps every request of this engine from being preserved, if anything does."""
-    if state_groups(kv_cache_config) and vllm_config.speculative_config is not None:
+    drafts = vllm_config.speculative_config is not None
+    if drafts and "all" in _state_modes(kv_cache_config):
         return (
-            "with speculative decoding, the states of this model's recurrent layers may have gone "
-            "past the tokens that are accepted"
+            "with speculative decoding and vLLM's cache mode 'all' for states, it is not known "
+            "which block has the state after the tokens that are accepted. Use mode 'align'"
         )
     if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
         return (
@@ -350,26 +369,35 @@ def keep_windows_of_drafts(scheduler: Scheduler) -> None:
     left a window. If the drafts are rejected, the window moves back over blocks that are gone:
     outputs are wrong, and a request that is preempted then cannot be restored. (A state group
     leaves its drafts their margin itself.)
+
+    Beside states, windows reach back over accepted drafts too, because a preempted request is
+    restored to where its state is, which may be before them.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     manager = scheduler.kv_cache_manager
+    singles = manager.coordinator.single_type_managers
     counts_drafts = (
         "total_computed_tokens" in inspect.signature(manager.remove_skipped_blocks).parameters
     )
-    if not counts_drafts or not scheduler.num_spec_tokens:
+    margin = 0
+    if any(isinstance(single.kv_cache_spec, MambaSpec) for single in singles):
+        margin = scheduler.num_spec_tokens
+    if not scheduler.num_spec_tokens or not (counts_drafts or margin):
         return
 
-    def without_drafts(remove: Callable[[str, int], None]) -> Callable[[str, int], None]:
-        def remove_skipped_blocks(request_id: str, num_computed_tokens: int) -> None:
-            under_way = scheduler.requests[request_id].num_output_placeholders
-            remove(request_id, max(num_computed_tokens - under_way, 0))
+    def with_margin(remove: Callable[..., None]) -> Callable[..., None]:
+        def remove_skipped_blocks(request_id: str, num_computed_tokens: int, *args: Any) -> None:
+            kept = margin
+            if counts_drafts:
+                kept += scheduler.requests[request_id].num_output_placeholders
+            remove(request_id, max(num_computed_tokens - kept, 0), *args)
 
         return remove_skipped_blocks
 
-    for single in manager.coordinator.single_type_managers:
+    for single in singles:
         if not isinstance(single.kv_cache_spec, MambaSpec):
-            single.remove_skipped_blocks = without_drafts(single.remove_skipped_blocks)
+            single.remove_skipped_blocks = with_margin(single.remove_skipped_blocks)
 
 
 # ---- the config ----

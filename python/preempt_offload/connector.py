@@ -21,6 +21,8 @@ from preempt_offload.offload_worker import OffloadWorker
 from preempt_offload.transfer_config import check_ascend_switch, check_transfer_config
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -89,6 +91,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 world_size=parallel.world_size,
                 share_blocks=config.enable_offload_prefix_caching,
                 state_groups=compat.state_groups(kv_cache_config),
+                draft_states=compat.draft_states(kv_cache_config, vllm_config),
                 preserves=unpreservable is None,
                 trust_hits=len(kv_cache_config.kv_cache_groups) == 1
                 or compat.hits_are_claimed_first(),
@@ -219,6 +222,12 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def scheduler_cooperates(self) -> None:
         """Notes that the engine's scheduler is one of this package's."""
         self._scheduler.scheduler_cooperates()
+
+    def note_outputs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+    ) -> None:
+        """Notes which drafts were accepted in a step."""
+        self._scheduler.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int

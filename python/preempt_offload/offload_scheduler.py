@@ -23,11 +23,14 @@ from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMeta
 from preempt_offload.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from preempt_offload._core import BlockPairs
+    from preempt_offload.draft_states import DraftStates
 
 logger = get_logger(__name__)
 
@@ -41,6 +44,7 @@ class OffloadScheduler:
         world_size: Workers that take part in each copy: TP x PP.
         share_blocks: Share full blocks with equal hashes between requests.
         state_groups: KV cache groups whose blocks hold a state after all tokens so far.
+        draft_states: Tells which states are right, if drafts may go past them.
         preserves: Whether anything can be preserved at all; see ``compat.why_unpreservable``.
         trust_hits: Whether what the device's prefix cache has of a request may be left to
             vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
@@ -59,6 +63,7 @@ class OffloadScheduler:
         world_size: int,
         share_blocks: bool,
         state_groups: Sequence[int] = (),
+        draft_states: DraftStates | None = None,
         preserves: bool = True,
         trust_hits: bool = True,
         recovers: bool = True,
@@ -78,6 +83,7 @@ class OffloadScheduler:
         self._completion = CompletionTracker(world_size)
         self._block_tokens = tuple(block_tokens)
         self._state_groups = frozenset(state_groups)
+        self._draft_states = draft_states
         self._share_blocks = share_blocks
         self._preserves = preserves
         self._no_op_advice: str | None = no_op_advice
@@ -105,11 +111,20 @@ class OffloadScheduler:
     def scheduler_cooperates(self) -> None:
         """Notes that the engine's scheduler is one of this package's.
 
-        It asks before it preempts, claims prefix-cache hits before it allocates, and takes
-        the requests whose loads have failed.
+        It asks before it preempts, claims prefix-cache hits before it allocates, tells which
+        drafts were accepted, and takes the requests whose loads have failed.
         """
         self._no_op_advice = None
         self._cooperates = self._trust_hits = self._recovers = True
+        if self._draft_states is not None:
+            self._draft_states.informed = True
+
+    def note_outputs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+    ) -> None:
+        """Notes which drafts were accepted in a step; see ``DraftStates.note_outputs``."""
+        if self._draft_states is not None:
+            self._draft_states.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -141,6 +156,25 @@ class OffloadScheduler:
                 request_id,
             )
             return False
+        if self._draft_states is not None:
+            state = self._draft_states.find(request, num_computed_tokens)
+            self._draft_states.forget(request_id)
+            if state is None:
+                self.stats.not_preserved += 1
+                logger.info(
+                    "Request %s cannot be preserved, because it is not known which of its states "
+                    "is that after its accepted drafts%s",
+                    request_id,
+                    "" if self._cooperates else "; preempt_offload.RecomputeScheduler would tell",
+                )
+                return False
+            num_computed_tokens = state.num_tokens
+            block_ids = tuple(
+                self._state_block(group, block_ids[group], state.step_end)
+                if group in self._state_groups
+                else block_ids[group]
+                for group in range(len(block_ids))
+            )
         try:
             pairs, mirrored, shared = self.table.begin_store(
                 request_id,
@@ -268,6 +302,7 @@ class OffloadScheduler:
         """
         request_id = request.request_id
         self._landed.discard(request_id)
+        self._forget_step(request_id)
         status = self.table.status(request_id)
         if status is None or status[0] != "Ready":
             return
@@ -342,6 +377,7 @@ class OffloadScheduler:
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
         self._landed.discard(request_id)
+        self._forget_step(request_id)
         if request_id in self._loading:
             self._ended_loads.add(request_id)
         self.table.release(request_id)
@@ -356,6 +392,14 @@ class OffloadScheduler:
         return not self._loading
 
     # ---- inside ----
+
+    def _forget_step(self, request_id: str) -> None:
+        if self._draft_states is not None:
+            self._draft_states.forget(request_id)
+
+    def _state_block(self, group: int, block_ids: list[int], num_tokens: int) -> list[int]:
+        """The block of a state group where a step that ends after ``num_tokens`` leaves it."""
+        return block_ids[(num_tokens - 1) // self._block_tokens[group] :][:1]
 
     def _restorable_tokens(self, request: Request, num_stored: int) -> int:
         # The last token has no KV: it was sampled and not yet fed to the model.

@@ -168,6 +168,9 @@ class RecomputeScheduler(Scheduler):
         failed, where it can tell which; here the others follow. On a decode node, requests
         that could not be preserved are returned.
         """
+        if self._offload is not None:
+            # Before requests end by it.
+            self._offload.note_outputs(scheduler_output, model_runner_output, self.requests)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )

@@ -87,7 +87,12 @@ class Case:
 COMMON = {"max_model_len": 256}
 WHOLE_PROMPTS = {"max_num_batched_tokens": 1024}
 # For readers of the table.
-KINDS_OF_TARGETS = {"dense": "dense", "window": "sliding window", "mtp": "dense"}
+KINDS_OF_TARGETS = {
+    "dense": "dense",
+    "window": "sliding window",
+    "mtp": "dense",
+    "mamba2": "Mamba2 hybrid",
+}
 SCHEDULINGS = {
     "sync": {},
     "async": {"async_scheduling": True},
@@ -129,6 +134,9 @@ CASES = {
         args=WHOLE_PROMPTS,
     ),
 }
+if not IS_0_23:
+    # There, its kernels for Mamba2 are for GPUs only.
+    CASES["ngram-mamba2"] = Case("n-grams", "mamba2", NGRAM, 24, ("sync",))
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +157,8 @@ def checkpoints(model, tmp_path_factory):
                 return drafts.eagle(model, folder / name)
             case "mtp":
                 return drafts.mtp(model, folder / name)
+            case "mamba2":
+                return KINDS[name].write(folder / name)
 
     return checkpoint
 
@@ -324,11 +334,13 @@ def test_preempted_between_proposal_and_verification(
     assert len(outcome.preemptions) >= 3
     assert outcome.stats.preserved == len(outcome.preemptions)
     assert outcome.restored_tokens > 0
-    assert speculation.recomputed == 0
+    # A state is that before the drafts of the last step.
+    most_recomputed = case.drafted * len(outcome.restores) if case.target == "mamba2" else 0
+    assert speculation.recomputed <= most_recomputed
     assert speculation.thrown_away > 0
     assert any(p.step_under_way for p in outcome.preemptions) == in_flight
 
-    if case.target != "window":
+    if case.target not in ("window", "mamba2"):
         # What was allocated for tokens that may yet come is neither stored nor restored.
         assert speculation.ahead > 0 or case.draft != "eagle"
         computed = sum(-(-p.num_computed // BLOCK) for p in outcome.preemptions)
@@ -383,22 +395,6 @@ def test_wrong_kv_of_drafts_would_be_noticed(checkpoints, undisturbed, monkeypat
     assert outcome.restores
     assert outcome.tokens == right
     assert disagreements(calm, speculation)
-
-
-@pytest.mark.skipif(IS_0_23, reason="its kernels for Mamba2 are for GPUs only")
-def test_states_are_left_to_vllm(tmp_path, record_refusal):
-    """Outputs are not compared: with drafts, vLLM's own depend on the batch there."""
-    args = COMMON | {"speculative_config": NGRAM | {"num_speculative_tokens": 3}}
-    checkpoint = KINDS["mamba2"].write(tmp_path)
-    with Engine(checkpoint, 16, offload={}, **args) as engine:
-        scheduler = engine.scheduler
-        why = compat.why_unpreservable(scheduler.kv_cache_config, scheduler.vllm_config)
-        outcome = engine.run(JOBS)
-    assert "gone past the tokens that are accepted" in why
-    assert len(outcome.preemptions) >= 3
-    assert outcome.stats.not_preserved == len(outcome.preemptions)
-    assert not outcome.restores
-    record_refusal("Mamba2 hybrid", MODE.format("n-grams"), f"recomputed, with a warning: `{why}`")
 
 
 # What vLLM does not run on CPUs, with or without a connector, and what it says to that.

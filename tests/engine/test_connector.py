@@ -305,17 +305,21 @@ def test_a_model_with_states_is_preserved(make, log):
     assert made.update_state_before_preempt(request, ([1], [2]), 16)
 
 
+def test_with_drafts_a_state_is_preserved(make, log):
+    kv_cache = kv_cache_config(["a"], ["b"], spec=[SPEC, STATES])
+    made = make(SCHEDULER, kv_cache=kv_cache, speculative=True)
+    assert not log.warnings
+    assert made.update_state_before_preempt(a_request(17), ([1], [2]), 16)
+
+
 def test_states_that_drafts_may_have_passed_are_warned_of_at_the_start(make, log):
-    made = make(
-        SCHEDULER,
-        kv_cache=kv_cache_config(["a"], ["b"], spec=[SPEC, STATES]),
-        speculative=True,
-    )
+    states = dataclasses.replace(STATES, mamba_cache_mode="all")
+    kv_cache = kv_cache_config(["a"], ["b"], spec=[SPEC, states])
+    made = make(SCHEDULER, kv_cache=kv_cache, speculative=True)
     (warning,) = log.warnings
     assert "No preempted request will be preserved" in warning
-    assert "with speculative decoding, the states" in warning
-    request = a_request(17)
-    assert not made.update_state_before_preempt(request, ([1], [2]), 16)
+    assert "Use mode 'align'" in warning
+    assert not made.update_state_before_preempt(a_request(17), ([1], [2]), 16)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ ATTRIBUTES = {
     "vllm.v1.kv_cache_interface:KVCacheTensor": ["size", ("shared_by", "layers")],
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
     "vllm.v1.kv_cache_interface:AttentionSpec": ["block_size", "page_size_bytes"],
-    "vllm.v1.kv_cache_interface:MambaSpec": ["block_size", "page_size_bytes"],
+    "vllm.v1.kv_cache_interface:MambaSpec": ["block_size", "page_size_bytes", "mamba_cache_mode"],
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ["block_size", "kv_cache_specs"],
     "vllm.v1.outputs:KVConnectorOutput": ["finished_recving", "kv_connector_worker_meta"],
     "vllm.v1.engine:EngineCoreOutput": [
@@ -152,9 +152,11 @@ ATTRIBUTES = {
     "vllm.v1.engine:EngineCoreOutputs": ["outputs"],
     "vllm.v1.core.sched.output:SchedulerOutput": [
         "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
         "scheduled_new_reqs",
         "preempted_req_ids",
     ],
+    "vllm.v1.outputs:ModelRunnerOutput": ["sampled_token_ids", "req_id_to_index"],
     "vllm.v1.core.sched.output:NewRequestData": ["req_id", "num_computed_tokens"],
     "vllm.config:KVTransferConfig": ["kv_role", "engine_id", "kv_connector_extra_config"],
     "vllm.config:VllmConfig": ["speculative_config", "device_config", "use_v2_model_runner"],

@@ -339,8 +339,9 @@ class Simulation:
             request_id, num_tokens = request.request_id, request.num_computed_tokens
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             self._tell("preempts", request, tables)
+            in_doubt = self._states_in_doubt(request)
             preempt(request, *args, **kwargs)
-            if request_id not in self._promises and not self._resetting:
+            if request_id not in self._promises and not self._resetting and not in_doubt:
                 self._check_refusal(request, tables, num_tokens)
 
         def update_state_before_preempt(
@@ -368,20 +369,34 @@ class Simulation:
         for request_id in self._promises.keys() & started.keys():
             preserved = self._promises.pop(request_id)
             known = self.scheduler.requests[request_id].num_tokens - 1
-            if started[request_id] < min(preserved, known) and not self._setup.failures:
+            # A state may be the one before the last step's drafts.
+            least = min(preserved, known) - self._setup.drafts * self._setup.has_states
+            if started[request_id] < least and not self._setup.failures:
                 raise Wrong(
                     f"{request_id} starts with {started[request_id]} tokens of {preserved} that "
                     f"were preserved and {known} that can be"
                 )
+
+    def _states_in_doubt(self, request: Request) -> bool:
+        """Whether nothing may be preserved, because nobody can tell which state is right."""
+        setup = self._setup
+        if not setup.has_states:
+            return False
+        if setup.second_runner or (setup.drafts and setup.state_mode == "all"):
+            return True
+        if not request.num_output_placeholders or setup.state_mode != "align":
+            return False
+        return any(
+            request.num_computed_tokens % group.block_tokens == 0
+            for group in setup.groups
+            if group.kind == "state"
+        )
 
     def _check_refusal(
         self, request: Request, blocks: tuple[list[int], ...], num_tokens: int
     ) -> None:
         """What can be preserved is."""
         groups = self._setup.groups
-        states = any(group.kind == "state" for group in groups)
-        if states and (self._setup.drafts or self._setup.second_runner):
-            return
         if not num_tokens:
             return
         needed = sum(

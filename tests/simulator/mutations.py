@@ -28,6 +28,7 @@ _WORKER = "python/preempt_offload/offload_worker.py"
 _METADATA = "python/preempt_offload/metadata.py"
 _RECOMPUTE = "python/preempt_offload/recompute_scheduler.py"
 _COMPAT = "python/preempt_offload/compat.py"
+_DRAFTS = "python/preempt_offload/draft_states.py"
 _STREAM = "python/preempt_offload/stream_device.py"
 _LAYOUT = "python/preempt_offload/kv_layout.py"
 _TABLE = "rust/request_table.rs"
@@ -37,6 +38,55 @@ _COMPLETION = "rust/completion.rs"
 _BINDINGS = "rust/python.rs"
 
 MUTATIONS = (
+    # ---- states that drafts may have passed ----
+    Mutation(
+        "take the first state of a step under way for its last",
+        _DRAFTS,
+        "return CertainState(certain, num_computed_tokens)",
+        "return CertainState(num_computed_tokens, num_computed_tokens)",
+    ),
+    Mutation(
+        "take the first state of a past step for that of its last draft",
+        _DRAFTS,
+        "return CertainState(certain, step_end)",
+        "return CertainState(num_computed_tokens, step_end)",
+    ),
+    Mutation(
+        "believe that a state under way stays in front",
+        _DRAFTS,
+        "if certain < num_computed_tokens and self._ends_block(num_computed_tokens):",
+        "if False:",
+    ),
+    Mutation(
+        "believe that a state at the end of a block has stayed",
+        _DRAFTS,
+        "if accepted == verified and self._ends_block(step_end):",
+        "if False:",
+    ),
+    Mutation(
+        "look for a state where its token is, not where its step ends",
+        _SCHEDULER,
+        "block_ids[group], state.step_end)",
+        "block_ids[group], state.num_tokens)",
+    ),
+    Mutation(
+        "count one accepted draft too many",
+        _DRAFTS,
+        "max(len(sampled) - 1, 0), len(drafts[request_id])",
+        "len(sampled), len(drafts[request_id])",
+    ),
+    Mutation(
+        "remember drafts of a step before the last",
+        _DRAFTS,
+        "                self._verified.pop(request_id, None)\n\n",
+        "                pass\n\n",
+    ),
+    Mutation(
+        "free what the window before accepted drafts reaches",
+        _COMPAT,
+        "margin = scheduler.num_spec_tokens",
+        "margin = 0",
+    ),
     # ---- what is preserved, and when it comes back ----
     Mutation(
         "look up a request whose store is under way",
@@ -108,8 +158,9 @@ MUTATIONS = (
         "go on waiting for a restored request that runs",
         _SCHEDULER,
         "        self._landed.discard(request_id)\n"
+        "        self._forget_step(request_id)\n"
         "        status = self.table.status(request_id)\n",
-        "        status = self.table.status(request_id)\n",
+        "        self._forget_step(request_id)\n        status = self.table.status(request_id)\n",
     ),
     Mutation(
         "go on waiting for a restored request that is gone",
@@ -234,8 +285,8 @@ MUTATIONS = (
     Mutation(
         "free what drafts under way may attend to",
         _COMPAT,
-        "max(num_computed_tokens - under_way, 0)",
-        "num_computed_tokens",
+        "kept += scheduler.requests[request_id].num_output_placeholders",
+        "pass",
     ),
     Mutation(
         "leave restored requests that hold all blocks to themselves",

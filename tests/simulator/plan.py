@@ -92,6 +92,11 @@ class Setup:
         return self.context_parallel if group.kind == "full" else 1
 
     @property
+    def has_states(self) -> bool:
+        """Whether any group's blocks hold states."""
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
     def layer_names(self) -> list[list[str]]:
         """The names of the layers of each group."""
         return [
@@ -209,8 +214,10 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         groups = groups[:1]
     states = any(group.kind == "state" for group in groups)
     asynchronous = rng.random() < 0.5
+    state_mode: Literal["none", "align", "all"] = "none"
     if states and prefix_caching:
-        drafts = 0
+        # With drafts and mode "all" nothing is preserved.
+        state_mode = "align" if drafts else rng.choice(("align", "all"))
     setup = Setup(
         groups=groups,
         # At least what the longest request needs, and the null block.
@@ -228,9 +235,7 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         long_prefill=rng.choice((0, 8)),
         drafts=drafts,
         lookahead=drafts > 0 and rng.random() < 0.5,
-        state_mode=(rng.choice(("align", "all")) if prefix_caching else "none")
-        if states
-        else "none",
+        state_mode=state_mode,
         second_runner=rng.random() < 0.3,
         loads_last=rng.random() < 0.5,
         role=rng.choice(("kv_both", "kv_both", "kv_consumer")),

@@ -109,6 +109,21 @@ def test_blocks_may_be_spread_over_ranks():
     assert happened["restored"] > 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("state_mode", ["none", "align"])
+def test_states_are_preserved_with_drafts(state_mode, asynchronous):
+    setup = dataclasses.replace(
+        PLAN.setup,
+        groups=(Group("full", 4), Group("state", 4)),
+        num_blocks=30,
+        asynchronous=asynchronous,
+        prefix_caching=state_mode == "align",
+        drafts=3,
+        state_mode=state_mode,
+    )
+    assert simulate(dataclasses.replace(PLAN, setup=setup))["restored"] > 0
+
+
 def test_the_shortest_plan_that_fails_is_found():
     def fails(plan):
         return any(isinstance(event, Add) and 7 in event.prompt for event in plan.events)

@@ -51,6 +51,7 @@ class _Row:
         computed: Tokens whose KV is in the cache.
         drafts: Tokens proposed for the next step.
         accepted: Drafts accepted in the last step.
+        step_end: Tokens up to the end of that step, its rejected drafts included.
     """
 
     tables: list[npt.NDArray[np.int64]]
@@ -58,6 +59,7 @@ class _Row:
     computed: int
     drafts: list[int] = dataclasses.field(default_factory=list)
     accepted: int = 0
+    step_end: int = 0
 
 
 class _Cache:
@@ -87,7 +89,7 @@ class _Cache:
         self._index = index
         # What the tags of this rank, group and layer differ by.
         self._mark = (rank * 16 + index) * 16 + layer
-        self._all_states = setup.state_mode == "all"
+        self._state_mode = setup.state_mode
         words = pages.view(np.int64)
         if group.kind == "state":
             self._slots = words[:, 0]
@@ -172,24 +174,39 @@ class _Cache:
     ) -> None:
         start, end = row.computed, row.computed + num_tokens
         if start:
-            block = self._state_block(name, row, start, row.accepted)
+            block = self._state_block(name, row, row.step_end or start, row.accepted)
             if self._read(np.array([block])) != tags[start - 1] ^ self._mark:
                 raise WrongKV(
                     f"{name}: group {self._index} does not have the state after {start} tokens "
                     f"in block {block}"
                 )
-        if self._all_states:
+        if self._state_mode == "all":
             for boundary in range(start // self._tokens + 1, end // self._tokens + 1):
                 length = boundary * self._tokens
                 block = self._state_block(name, row, length, 0)
                 self._write(np.array([block]), tags[length - 1] ^ self._mark)
         # One state after each token that may be the last, so that drafts can be rejected.
-        for rejected in range(min(num_tokens, 1 + len(row.drafts))):
-            place = min(num_tokens, 1 + len(row.drafts)) - 1 - rejected
-            after = end - rejected
-            block = self._state_block(name, row, after, place)
+        num_places = min(num_tokens, 1 + len(row.drafts))
+        for place in range(num_places):
+            after = end - num_places + 1 + place
+            block = self._state_block(name, row, end, place)
             tag = tags[after - 1] ^ self._mark if after <= start + good else GARBAGE
             self._write(np.array([block]), tag)
+
+    def settle_states(self, name: str, row: _Row, tags: npt.NDArray[np.int64]) -> bool:
+        """Moves the state after the last full block to that block, as in cache mode "align".
+
+        Returns:
+            Whether that is the state from which the request goes on.
+        """
+        if self.group.kind != "state" or self._state_mode != "align":
+            return False
+        length = row.computed // self._tokens * self._tokens
+        if length < row.computed - row.accepted:
+            return False
+        block = self._state_block(name, row, length, 0)
+        self._write(np.array([block]), tags[length - 1] ^ self._mark)
+        return (row.step_end - 1) // self._tokens == length // self._tokens - 1
 
     def _read(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._npu is not None:
@@ -205,6 +222,7 @@ class _Cache:
         return (slots[:, None] * self._stride + self._words_of_slot).ravel()
 
     def _state_block(self, name: str, row: _Row, length: int, place: int) -> int:
+        """The block of a state that a step ending after ``length`` tokens has left."""
         table = row.tables[self._index]
         at = (length - 1) // self._tokens + place
         block = int(table[at]) if at < table.size else 0
@@ -403,9 +421,13 @@ class Worker:
         good = num_tokens - num_drafts + accepted
         for cache in self._caches:
             cache.step(request_id, row, tags, num_tokens, good)
+        row.step_end = row.computed + num_tokens
         row.computed += good
         row.accepted = accepted
         row.drafts = []
+        moved = [cache.settle_states(request_id, row, tags) for cache in self._caches]
+        if any(moved):
+            row.accepted = 0
         if fed < row.known:
             return []
         sampled = sentence.said(row.known, row.known + accepted + 1)

@@ -32,6 +32,7 @@ class Request:
     request_id: str
     num_tokens: int
     num_output_placeholders: int = 0
+    num_output_tokens: int = 1
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
