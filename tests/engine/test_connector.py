@@ -58,6 +58,7 @@ def a_request(num_tokens, *, num_preemptions=0, block_hashes=()):
         request_id="a",
         num_tokens=num_tokens,
         num_output_placeholders=0,
+        num_output_tokens=1,
         num_preemptions=num_preemptions,
         block_hashes=block_hashes,
         skip_reading_prefix_cache=False,
@@ -309,6 +310,8 @@ def test_with_drafts_a_state_is_preserved(make, log):
     kv_cache = kv_cache_config(["a"], ["b"], spec=[SPEC, STATES])
     made = make(SCHEDULER, kv_cache=kv_cache, speculative=True)
     assert not log.warnings
+    # A scheduler that tells which drafts were accepted.
+    made.scheduler_cooperates()
     assert made.update_state_before_preempt(a_request(17), ([1], [2]), 16)
 
 
