@@ -33,8 +33,8 @@ TIMEOUT = aiohttp.ClientTimeout(600)
 DEVICE_BLOCKS = 31
 CRAMPED_BLOCKS = 4
 
-CROWD = jobs(seed=61, lengths=[40 + 11 * i % 150 for i in range(70)], max_tokens=60)
-LATER = jobs(seed=62, lengths=[40 + 17 * i % 150 for i in range(30)], max_tokens=60)
+CROWD = jobs(seed=61, lengths=[40 + 11 * i % 150 for i in range(70)], max_tokens=120)
+LATER = jobs(seed=62, lengths=[40 + 17 * i % 150 for i in range(30)], max_tokens=120)
 RETURNED = jobs(seed=63, lengths=[40 + 13 * i % 150 for i in range(32)], max_tokens=90)
 
 
@@ -222,13 +222,13 @@ def test_the_load_script_tells_what_happened(deployment):
 
     before = counted()
     urls = [*("--proxy", proxy.url), *("--decode", decode.url), *("--decode-log", decode.log)]
-    size = [*("--requests", "16"), *("--concurrency", "16"), *("--max-tokens", "60")]
+    size = [*("--requests", "24"), *("--concurrency", "24"), *("--max-tokens", "150")]
     told = subprocess.run(
         [sys.executable, load.__file__, *urls, *size], check=True, capture_output=True, text=True
     ).stdout
     preemptions, tokens = np.subtract(counted(), before)
     assert preemptions > 0
-    assert re.search(r"^answered +16 of 16$", told, re.M)
+    assert re.search(r"^answered +24 of 24$", told, re.M)
     assert re.search(rf"^preemptions +{preemptions:.0f}$", told, re.M)
     assert re.search(rf"^restored tokens +{tokens:.0f}$", told, re.M)
     assert re.search(r"^resends +0$", told, re.M)
