@@ -176,12 +176,20 @@ def _state_modes(kv_cache_config: KVCacheConfig) -> set[str]:
 
 def why_unpreservable(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str | None:
     """What keeps every request of this engine from being preserved, if anything does."""
-    drafts = vllm_config.speculative_config is not None
-    if drafts and "all" in _state_modes(kv_cache_config):
-        return (
-            "with speculative decoding and vLLM's cache mode 'all' for states, it is not known "
-            "which block has the state after the tokens that are accepted. Use mode 'align'"
+    if draft_states(kv_cache_config, vllm_config) is not None:
+        unknown = (
+            "with speculative decoding and {}, it is not known which block has the state after the "
+            "tokens that are accepted"
         )
+        if "all" in _state_modes(kv_cache_config):
+            return unknown.format("vLLM's cache mode 'all' for states") + ". Use mode 'align'"
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return unknown.format("pipeline parallelism")
+        if getattr(vllm_config, "num_prefill_lookahead_tokens", 1) > 1:
+            return (
+                "with several MTP modules, vLLM does not compute the tokens after a preserved "
+                "state one by one"
+            )
     if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
         return (
             "vLLM's second model runner zeroes the blocks of this model before it lets their KV "

@@ -21,7 +21,7 @@ from preempt_offload.offload_worker import OffloadWorker
 from preempt_offload.transfer_config import check_ascend_switch, check_transfer_config
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping
 
     import torch
     from vllm.config import VllmConfig
@@ -224,7 +224,7 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.scheduler_cooperates()
 
     def note_outputs(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
         """Notes which drafts were accepted in a step."""
         self._scheduler.note_outputs(output, result, requests)

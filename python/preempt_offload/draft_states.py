@@ -5,7 +5,8 @@ a step without drafts leaves its only one, the others in the blocks behind that.
 them the request goes on is known once drafts are accepted or rejected. But the first is always a
 right one, because its token is the one that was sampled before; and it is the one that vLLM's
 model runner reads when it begins with a request anew, as if all drafts had been rejected. So that
-is the state to preserve: the few tokens after it are computed again.
+is the state to preserve: the few tokens after it are computed again, one by one, because the runner
+takes a few tokens at once for drafts, and would go on from the state after the first of them.
 
 With vLLM's cache mode "align" there is an exception. If all drafts are accepted and the last one
 ends a block, the runner moves the state after it to the front.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Mapping
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -43,7 +44,8 @@ class DraftStates:
         aligned_tokens: Tokens per block of the state groups in cache mode "align"; 0 in others.
 
     Attributes:
-        informed: Whether the engine's scheduler calls ``note_outputs``.
+        informed: Whether the engine's scheduler calls ``note_outputs``, and has what comes after a
+            preserved state computed token by token.
     """
 
     def __init__(self, *, aligned_tokens: int) -> None:
@@ -53,20 +55,21 @@ class DraftStates:
         self._verified: dict[str, tuple[int, int]] = {}
 
     def note_outputs(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
         """Notes a step that is through.
 
         Args:
             output: What was scheduled.
             result: What came out.
-            requests: Those that have not ended meanwhile.
+            requests: Those that the scheduler has.
         """
         drafts = output.scheduled_spec_decode_tokens
         if not drafts and not self._verified:
             return
         for request_id in output.num_scheduled_tokens:
-            if request_id in drafts and request_id in requests:
+            request = requests.get(request_id)
+            if request_id in drafts and request is not None and not request.is_finished():
                 sampled = result.sampled_token_ids[result.req_id_to_index[request_id]]
                 self._verified[request_id] = max(len(sampled) - 1, 0), len(drafts[request_id])
             else:
@@ -87,15 +90,18 @@ class DraftStates:
         Returns:
             ``None`` if no state is known to be right.
         """
+        if not self.informed and request.num_output_tokens > 0:
+            return None
         if request.num_output_placeholders > 0:
             # The last token known is the first one of the step under way.
             certain = min(num_computed_tokens, request.num_tokens)
             if certain < num_computed_tokens and self._ends_block(num_computed_tokens):
                 return None
             return CertainState(certain, num_computed_tokens)
-        if not self.informed and request.num_output_tokens > 0:
-            return None
         accepted, verified = self._verified.get(request.request_id, (0, 0))
+        if request.is_prefill_chunk:
+            # It has none; those are of a step from before the request began anew.
+            accepted = verified = 0
         certain = num_computed_tokens - accepted
         step_end = certain + verified
         if accepted == verified and self._ends_block(step_end):

@@ -23,7 +23,7 @@ from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMeta
 from preempt_offload.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -83,7 +83,7 @@ class OffloadScheduler:
         self._completion = CompletionTracker(world_size)
         self._block_tokens = tuple(block_tokens)
         self._state_groups = frozenset(state_groups)
-        self._draft_states = draft_states
+        self.draft_states = draft_states
         self._share_blocks = share_blocks
         self._preserves = preserves
         self._no_op_advice: str | None = no_op_advice
@@ -116,15 +116,15 @@ class OffloadScheduler:
         """
         self._no_op_advice = None
         self._cooperates = self._trust_hits = self._recovers = True
-        if self._draft_states is not None:
-            self._draft_states.informed = True
+        if self.draft_states is not None:
+            self.draft_states.informed = True
 
     def note_outputs(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Container[str]
+        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
         """Notes which drafts were accepted in a step; see ``DraftStates.note_outputs``."""
-        if self._draft_states is not None:
-            self._draft_states.note_outputs(output, result, requests)
+        if self.draft_states is not None:
+            self.draft_states.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -156,9 +156,9 @@ class OffloadScheduler:
                 request_id,
             )
             return False
-        if self._draft_states is not None:
-            state = self._draft_states.find(request, num_computed_tokens)
-            self._draft_states.forget(request_id)
+        if self.draft_states is not None:
+            state = self.draft_states.find(request, num_computed_tokens)
+            self.draft_states.forget(request_id)
             if state is None:
                 self.stats.not_preserved += 1
                 logger.info(
@@ -167,6 +167,7 @@ class OffloadScheduler:
                     request_id,
                     "" if self._cooperates else "; preempt_offload.RecomputeScheduler would tell",
                 )
+                self._forget_mirror(request_id)
                 return False
             num_computed_tokens = state.num_tokens
             block_ids = tuple(
@@ -194,9 +195,7 @@ class OffloadScheduler:
                 num_computed_tokens,
                 error.needed,
             )
-            if not self._cooperates:
-                # It may end the request without telling, as vllm-ascend 0.23 does on decode nodes.
-                self.table.release(request_id)
+            self._forget_mirror(request_id)
             return False
         except StateError as error:
             # An earlier request of the same id, aborted while its copy is under way.
@@ -394,8 +393,16 @@ class OffloadScheduler:
     # ---- inside ----
 
     def _forget_step(self, request_id: str) -> None:
-        if self._draft_states is not None:
-            self._draft_states.forget(request_id)
+        if self.draft_states is not None:
+            self.draft_states.forget(request_id)
+
+    def _forget_mirror(self, request_id: str) -> None:
+        """Forgets what is left of a request that is not preserved, if nobody else will.
+
+        Others' schedulers may end it without telling, as vllm-ascend 0.23's does on decode nodes.
+        """
+        if not self._cooperates:
+            self.table.release(request_id)
 
     def _state_block(self, group: int, block_ids: list[int], num_tokens: int) -> list[int]:
         """The block of a state group where a step that ends after ``num_tokens`` leaves it."""

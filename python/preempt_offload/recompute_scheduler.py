@@ -41,6 +41,8 @@ class RecomputeScheduler(Scheduler):
     sends it to a prefill node again. Elsewhere vLLM recomputes it.
     """
 
+    need_mamba_block_aligned_split: bool
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Chooses the class that fits the engine's async scheduling."""
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
@@ -73,6 +75,13 @@ class RecomputeScheduler(Scheduler):
                     "PreemptOffloadConnector first, or use PreemptOffloadMultiConnector",
                     " and ".join(doubtful),
                 )
+        self._aligns_states = self.need_mamba_block_aligned_split
+        self._has_draft_states = (
+            self._offload is not None and self._offload.scheduler.draft_states is not None
+        )
+        if self._has_draft_states:
+            # So that vLLM asks how many tokens to compute.
+            self.need_mamba_block_aligned_split = True
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
         # Requests that go back to the proxy once no step of theirs is under way.
         self._unpreserved: list[Request] = []
@@ -93,6 +102,25 @@ class RecomputeScheduler(Scheduler):
         else:
             self._idle = False
         return output
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *num_hit_tokens: int
+    ) -> int:
+        """Also has known tokens after the prompt computed one by one where they are few.
+
+        With drafts, vLLM's runner takes a few tokens at once for drafts: they leave a state each,
+        and it goes on from the first.
+        """
+        if self._aligns_states:
+            num_new_tokens = super()._mamba_block_aligned_split(
+                request, num_new_tokens, *num_hit_tokens
+            )
+        start = request.num_computed_tokens + sum(num_hit_tokens)
+        known = request.num_tokens - start
+        few = self._has_draft_states and num_new_tokens <= 1 + self.num_spec_tokens
+        if few and known > 1 and start >= request.num_prompt_tokens:
+            return min(num_new_tokens, 1)
+        return num_new_tokens
 
     def _end_standoff(self) -> None:
         """Preempts a restored request that waits, if nothing else can go on.

@@ -59,6 +59,7 @@ def a_request(num_tokens, *, num_preemptions=0, block_hashes=()):
         num_tokens=num_tokens,
         num_output_placeholders=0,
         num_output_tokens=1,
+        is_prefill_chunk=False,
         num_preemptions=num_preemptions,
         block_hashes=block_hashes,
         skip_reading_prefix_cache=False,

@@ -97,6 +97,7 @@ ATTRIBUTES = {
         "_inflight_prefills",
         "recompute_kv_load_failures",
         "num_spec_tokens",
+        "need_mamba_block_aligned_split",
         "num_lookahead_tokens",
     ],
     "vllm.v1.request:Request": [
@@ -111,6 +112,8 @@ ATTRIBUTES = {
         "num_preemptions",
         "num_output_placeholders",
         "num_output_tokens",
+        "num_prompt_tokens",
+        "is_prefill_chunk",
         "skip_reading_prefix_cache",
     ],
     "vllm.v1.request:RequestStatus": [

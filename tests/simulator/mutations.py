@@ -82,6 +82,12 @@ MUTATIONS = (
         "                pass\n\n",
     ),
     Mutation(
+        "compute all tokens after a state at once",
+        _RECOMPUTE,
+        "            return min(num_new_tokens, 1)\n",
+        "            pass\n",
+    ),
+    Mutation(
         "free what the window before accepted drafts reaches",
         _COMPAT,
         "margin = scheduler.num_spec_tokens",

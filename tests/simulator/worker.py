@@ -47,6 +47,7 @@ class _Row:
 
     Attributes:
         tables: Its block table in each group.
+        prompt: Tokens of its prompt.
         known: Tokens known, sampled ones included.
         computed: Tokens whose KV is in the cache.
         drafts: Tokens proposed for the next step.
@@ -55,6 +56,7 @@ class _Row:
     """
 
     tables: list[npt.NDArray[np.int64]]
+    prompt: int
     known: int
     computed: int
     drafts: list[int] = dataclasses.field(default_factory=list)
@@ -90,6 +92,7 @@ class _Cache:
         # What the tags of this rank, group and layer differ by.
         self._mark = (rank * 16 + index) * 16 + layer
         self._state_mode = setup.state_mode
+        self._most_drafts = setup.drafts
         words = pages.view(np.int64)
         if group.kind == "state":
             self._slots = words[:, 0]
@@ -185,8 +188,10 @@ class _Cache:
                 length = boundary * self._tokens
                 block = self._state_block(name, row, length, 0)
                 self._write(np.array([block]), tags[length - 1] ^ self._mark)
-        # One state after each token that may be the last, so that drafts can be rejected.
-        num_places = min(num_tokens, 1 + len(row.drafts))
+        # One state after each token that may be the last, so that drafts can be rejected; and
+        # after a prompt, as vLLM does with Mamba2, of no more tokens than a step with drafts has.
+        as_drafts = start >= row.prompt and num_tokens <= 1 + self._most_drafts
+        num_places = num_tokens if as_drafts else min(num_tokens, 1 + len(row.drafts))
         for place in range(num_places):
             after = end - num_places + 1 + place
             block = self._state_block(name, row, end, place)
@@ -255,6 +260,7 @@ class Worker:
         self._sentences = sentences
         self._seed = seed
         self.rows: dict[str, _Row] = {}
+        self._prompts: dict[str, int] = {}
         self._storages = [
             np.zeros((setup.num_blocks, setup.page_bytes), np.uint8)
             for _ in range(max(group.layers for group in setup.groups))
@@ -360,6 +366,7 @@ class Worker:
             tokens = (
                 new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
             )
+            self._prompts[new.req_id] = len(new.prompt_token_ids)
             self._begin(new.req_id, tokens, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -395,7 +402,8 @@ class Worker:
         if self._sentences[request_id].said(0, len(tokens)) != tokens:
             raise WrongKV(f"{request_id} begins with tokens that are not its own: {tokens}")
         tables = [np.asarray(table, np.int64) for table in blocks]
-        self.rows[request_id] = _Row(tables, len(tokens), computed)
+        prompt = self._prompts[request_id]
+        self.rows[request_id] = _Row(tables, prompt, len(tokens), computed)
 
     def _scribble(self, output: SchedulerOutput) -> None:
         """Overwrites what the forward is going to write, as something before it may."""
@@ -437,9 +445,11 @@ class Worker:
 
     def _propose(self, request_id: str, known: int, sentence: Sentence) -> list[int]:
         """Drafts of which a random number is right, the same on every rank."""
-        count = self._setup.drafts
-        if not count:
-            return []
-        right = random.Random(f"{self._seed} {request_id} {known}").randint(0, count)
+        setup, rng = self._setup, random.Random(f"{self._seed} {request_id} {known}")
+        count = setup.drafts
+        if not (setup.lookahead or setup.asynchronous):
+            # As n-grams, which are not always found.
+            count = rng.randint(0, count)
+        right = rng.randint(0, count)
         drafts = sentence.said(known, known + count)
         return drafts[:right] + [(token + 1) % VOCABULARY for token in drafts[right:]]

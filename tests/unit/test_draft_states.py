@@ -11,7 +11,7 @@ from preempt_offload.draft_states import DraftStates
 BLOCKS = ([10, 11, 12, 13], [0, 0, 20, 21, 22])
 
 
-def a_step(*, drafts, accepted=0, request_id="a"):
+def a_step(*, drafts, accepted=0, request_id="a", finished=False):
     """What vLLM's scheduler said of a step with one request, and what came out of it."""
     output = SimpleNamespace(
         num_scheduled_tokens={request_id: 1 + drafts},
@@ -20,7 +20,7 @@ def a_step(*, drafts, accepted=0, request_id="a"):
     result = SimpleNamespace(
         req_id_to_index={request_id: 0}, sampled_token_ids=[[7] * (1 + accepted)]
     )
-    return output, result, {request_id}
+    return output, result, {request_id: Request(request_id, 11, finished=finished)}
 
 
 @pytest.fixture(params=[0, 4], ids=["mode none", "mode align"])
@@ -83,13 +83,21 @@ def test_only_the_last_step_counts(states):
 
 def test_what_comes_out_for_a_request_that_has_ended_is_not_kept(states):
     output, result, _ = a_step(drafts=2, accepted=1)
-    states.note_outputs(output, result, set())
+    states.note_outputs(output, result, {})
     assert states.find(Request("a", 11), 10) == (10, 10)
+    states.note_outputs(*a_step(drafts=2, accepted=1, finished=True))
+    assert states.find(Request("a", 11), 10) == (10, 10)
+
+
+def test_a_chunk_of_known_tokens_has_no_drafts(states):
+    states.note_outputs(*a_step(drafts=2, accepted=1))
+    assert states.find(Request("a", 30, is_prefill_chunk=True), 10) == (10, 10)
 
 
 def test_a_scheduler_that_tells_nothing_leaves_only_prompts_certain(states):
     states.informed = False
     assert states.find(Request("a", 11), 10) is None
+    assert states.find(Request("a", 10, num_output_placeholders=3), 12) is None
     assert states.find(Request("a", 11, num_output_tokens=0), 10) == (10, 10)
 
 
@@ -128,7 +136,7 @@ def test_what_a_request_did_before_it_was_restored_is_forgotten(scene):
     scene.scheduler.note_outputs(*a_step(drafts=2, accepted=2))
     scene.scheduler.request_finished("a")
     scene.assert_nothing_left()
-    assert scene.scheduler._draft_states.find(Request("a", 5), 4) == (4, 4)
+    assert scene.scheduler.draft_states.find(Request("a", 5), 4) == (4, 4)
 
 
 def test_a_request_without_a_state_known_to_be_right_is_not_preserved(log):

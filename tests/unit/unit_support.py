@@ -33,9 +33,14 @@ class Request:
     num_tokens: int
     num_output_placeholders: int = 0
     num_output_tokens: int = 1
+    is_prefill_chunk: bool = False
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    finished: bool = False
+
+    def is_finished(self):
+        return self.finished
 
 
 class Scene:
