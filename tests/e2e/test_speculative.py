@@ -20,6 +20,7 @@ import speculation_on_cpu  # noqa: F401
 from checkpoints import KINDS
 from harness import BLOCK, Engine, Job, random_prompt
 from preempt_offload import compat
+from preempt_offload.draft_states import CertainState
 from reference import failure
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -395,6 +396,64 @@ def test_wrong_kv_of_drafts_would_be_noticed(checkpoints, undisturbed, monkeypat
     assert outcome.restores
     assert outcome.tokens == right
     assert disagreements(calm, speculation)
+
+
+def some_right(right):
+    """A proposer whose drafts are right up to one that depends on the number of tokens known.
+
+    It has none where other tokens have come out.
+
+    Args:
+        right: The tokens of each of the jobs.
+    """
+    said = [[*job.prompt, *right[i]] for i, job in enumerate(JOBS)]
+
+    def propose(count, sampled, num_tokens, token_ids, **_):
+        proposals = []
+        for new, known, row in zip(sampled, num_tokens, token_ids, strict=False):
+            tokens = row[:known].tolist()
+            whole = next((whole for whole in said if whole[:known] == tokens), [])
+            drafts = whole[known : known + count] if new else []
+            wrong = known // 3 % (count + 1)
+            drafts[wrong : wrong + 1] = [3] * len(drafts[wrong : wrong + 1])
+            proposals.append(drafts)
+        return proposals
+
+    return propose
+
+
+@pytest.mark.skipif(IS_0_23, reason="its kernels for Mamba2 are for GPUs only")
+def test_states_are_those_before_drafts_that_were_accepted(
+    checkpoints, undisturbed, record, monkeypatch
+):
+    case = CASES["ngram-mamba2"]
+    right = undisturbed(case.target)
+    with case.engine(checkpoints) as engine:
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        monkeypatch.setattr(runner.drafter, "propose", some_right(right))
+        with watched(engine) as speculation:
+            outcome = engine.run(JOBS)
+
+        # Were they taken for those after these drafts, one would notice.
+        def find(request, num_computed_tokens):
+            return CertainState(num_computed_tokens, num_computed_tokens)
+
+        monkeypatch.setattr(engine.offload.draft_states, "find", find)
+        wrong = engine.run(JOBS)
+    record(
+        dataclasses.replace(outcome, recomputed_tokens=speculation.recomputed),
+        JOBS,
+        kind=KINDS_OF_TARGETS[case.target],
+        mode=MODE.format("some drafts right"),
+        async_scheduling=engine.is_async,
+    )
+    assert outcome.tokens == right
+    assert outcome.stats.preserved == len(outcome.preemptions) >= 3
+    assert len(outcome.restores) == len(outcome.preemptions)
+    assert 0 < speculation.recomputed <= case.drafted * len(outcome.restores)
+    assert 0.2 < speculation.accepted / speculation.proposed < 0.8
+    assert wrong.restores
+    assert wrong.tokens != right
 
 
 # What vLLM does not run on CPUs, with or without a connector, and what it says to that.
