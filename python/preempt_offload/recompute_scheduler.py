@@ -104,7 +104,11 @@ class RecomputeScheduler(Scheduler):
         return output
 
     def _mamba_block_aligned_split(
-        self, request: Request, num_new_tokens: int, *num_hit_tokens: int
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
     ) -> int:
         """Also has known tokens after the prompt computed one by one where they are few.
 
@@ -113,12 +117,15 @@ class RecomputeScheduler(Scheduler):
         """
         if self._aligns_states:
             num_new_tokens = super()._mamba_block_aligned_split(
-                request, num_new_tokens, *num_hit_tokens
+                request,
+                num_new_tokens,
+                num_new_local_computed_tokens,
+                num_external_computed_tokens,
             )
-        start = request.num_computed_tokens + sum(num_hit_tokens)
-        known = request.num_tokens - start
+        hits = num_new_local_computed_tokens + num_external_computed_tokens
+        start = request.num_computed_tokens + hits
         few = self._has_draft_states and num_new_tokens <= 1 + self.num_spec_tokens
-        if few and known > 1 and start >= request.num_prompt_tokens:
+        if few and request.num_tokens - start > 1 and start >= request.num_prompt_tokens:
             return min(num_new_tokens, 1)
         return num_new_tokens
 
