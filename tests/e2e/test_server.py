@@ -80,7 +80,8 @@ def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed, 
         ):
             assert len(re.findall(line, lines)) == preemptions, line
         restored = load.restores(lines)
-        assert len(restored) == preemptions
+        # A preserved request may end by what a step under way still brings.
+        assert 0 < len(restored) <= preemptions
         assert min(restored) > 0
         # A rank that does not know of the others takes all bytes, and says so.
         assert f"{HOST_BLOCKS} host blocks of {servers.BLOCK_BYTES} bytes per rank" in lines
