@@ -464,11 +464,12 @@ async def answer(request: web.Request) -> web.StreamResponse:
                     await response.prepare(request)
                 await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
     except (RequestError, aiohttp.ClientConnectionResetError, json.JSONDecodeError) as error:
-        if response is not None and (request.transport is None or request.transport.is_closing()):
+        gone = request.transport is None or request.transport.is_closing()
+        if response is not None and (gone or isinstance(error, aiohttp.ClientConnectionResetError)):
             # The client has gone away before it could be noticed in another way.
             return response
         FAILURES.inc()
-        if not isinstance(error, RequestError):
+        if isinstance(error, json.JSONDecodeError):
             error = RequestError(400, f"the request is not JSON: {error}")
         if response is None:
             return web.json_response(error.body, status=error.status)
