@@ -8,9 +8,9 @@ that ``async_on_cpu`` has, so that one's methods are used.
 
 0.32 looks for kernels in every module of the process. Once Numba is loaded, as it is for
 n-grams, it comes across LLVM's library, which has a function of any name, and no further
-engine starts. So the library is made to have no ``__dict__``. And its convolution of Mamba2
-for CPUs knows nothing of drafts: its outputs are of no use, with or without a connector. The
-one that is written down here knows them.
+engine starts. So the library is made to have no ``__dict__``. And its convolution and its
+recurrence of Mamba2 for CPUs mix drafts up: outputs are of no use, with or without a
+connector. Those that are written down here do not.
 """
 
 import functools

@@ -67,23 +67,23 @@ def test_requests_of_both_ranks_get_the_undisturbed_tokens(server, undisturbed, 
     assert dict(enumerate(tokens)) == undisturbed(CROWD)
 
     log = server.text()
-    preempted = int(server.counters()["vllm:num_preemptions_total"])
-    record_servers(len(CROWD), preempted, sum(load.restores(log)), 0, 0)
-    for rank in range(RANKS):
-        preemptions = server.counters(f'engine="{rank}"')["vllm:num_preemptions_total"]
-        assert preemptions >= 3
-        # What operators look for, in the log of the engine's own process.
-        lines = "\n".join(line for line in log.splitlines() if f"EngineCore_DP{rank} " in line)
-        for line in (
-            r"Recompute preemption offload enabled for request \S+",
-            r"Created preempt offload state for request \S+",
-        ):
-            assert len(re.findall(line, lines)) == preemptions, line
-        restored = load.restores(lines)
-        # A preserved request may end by what a step under way still brings.
-        assert 0 < len(restored) <= preemptions
-        assert min(restored) > 0
-        # A rank that does not know of the others takes all bytes, and says so.
-        assert f"{HOST_BLOCKS} host blocks of {servers.BLOCK_BYTES} bytes per rank" in lines
-        assert "cpu_bytes_to_use is not divided by the data-parallel size" in lines
+    preemptions = [
+        int(server.counters(f'engine="{rank}"')["vllm:num_preemptions_total"])
+        for rank in range(RANKS)
+    ]
+    restored = load.restores(log)
+    record_servers(len(CROWD), sum(preemptions), sum(restored), 0, 0)
+    assert min(preemptions) >= 3
+    # What operators look for. Which rank a line is of is not certain: vLLM writes the name of the
+    # process apart from the line, and another process may come in between.
+    for line in (
+        r"Recompute preemption offload enabled for request \S+",
+        r"Created preempt offload state for request \S+",
+    ):
+        assert len(re.findall(line, log)) == sum(preemptions), line
+    assert len(restored) == sum(preemptions)
+    assert min(restored) > 0
+    # A rank that does not know of the others takes all bytes, and says so.
+    assert log.count(f"{HOST_BLOCKS} host blocks of {servers.BLOCK_BYTES} bytes per rank") == RANKS
+    assert log.count("cpu_bytes_to_use is not divided by the data-parallel size") == RANKS
     assert "CPU cache" not in log
