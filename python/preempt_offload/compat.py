@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -150,42 +150,49 @@ def block_tokens(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> lis
     return tokens
 
 
-def state_groups(kv_cache_config: KVCacheConfig) -> list[int]:
-    """The KV cache groups whose blocks hold a state after all tokens so far, as in Mamba."""
+def _state_specs(kv_cache_config: KVCacheConfig) -> dict[int, MambaSpec]:
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    groups = enumerate(kv_cache_config.kv_cache_groups)
-    return [i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
+    specs = enumerate(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return {i: spec for i, spec in specs if isinstance(spec, MambaSpec)}
+
+
+def state_groups(kv_cache_config: KVCacheConfig) -> list[int]:
+    """The KV cache groups whose blocks hold a state after all tokens so far, as in Mamba."""
+    return list(_state_specs(kv_cache_config))
 
 
 def draft_states(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> DraftStates | None:
-    """What tells which states are right, if this engine has states that drafts may go past."""
-    groups = state_groups(kv_cache_config)
-    if not groups or vllm_config.speculative_config is None:
+    """What tells which states are right, if this engine has states that drafts may go past.
+
+    Not with several MTP modules: what comes after such a state cannot be computed one by one.
+    """
+    specs = _state_specs(kv_cache_config).values()
+    if not specs or vllm_config.speculative_config is None or _has_mtp_modules(vllm_config):
         return None
-    specs = [kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in groups]
     # Those that align their blocks all have blocks of one size.
     aligned = [spec.block_size for spec in specs if spec.mamba_cache_mode == "align"]
     return DraftStates(aligned_tokens=max(aligned, default=0))
 
 
-def _state_modes(kv_cache_config: KVCacheConfig) -> set[str]:
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return {getattr(spec, "mamba_cache_mode", "none") for spec in specs}
+def _has_mtp_modules(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM must not end a chunk a token before the last one known."""
+    return getattr(vllm_config, "num_prefill_lookahead_tokens", 1) > 1
 
 
 def why_unpreservable(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str | None:
     """What keeps every request of this engine from being preserved, if anything does."""
-    if draft_states(kv_cache_config, vllm_config) is not None:
+    state_modes = {spec.mamba_cache_mode for spec in _state_specs(kv_cache_config).values()}
+    if state_modes and vllm_config.speculative_config is not None:
         unknown = (
             "with speculative decoding and {}, it is not known which block has the state after the "
             "tokens that are accepted"
         )
-        if "all" in _state_modes(kv_cache_config):
+        if "all" in state_modes:
             return unknown.format("vLLM's cache mode 'all' for states") + ". Use mode 'align'"
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             return unknown.format("pipeline parallelism")
-        if getattr(vllm_config, "num_prefill_lookahead_tokens", 1) > 1:
+        if _has_mtp_modules(vllm_config):
             return (
                 "with several MTP modules, vLLM does not compute the tokens after a preserved "
                 "state one by one"

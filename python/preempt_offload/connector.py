@@ -21,8 +21,6 @@ from preempt_offload.offload_worker import OffloadWorker
 from preempt_offload.transfer_config import check_ascend_switch, check_transfer_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -222,12 +220,6 @@ class PreemptOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def scheduler_cooperates(self) -> None:
         """Notes that the engine's scheduler is one of this package's."""
         self._scheduler.scheduler_cooperates()
-
-    def note_outputs(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
-    ) -> None:
-        """Notes which drafts were accepted in a step."""
-        self._scheduler.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int

@@ -42,14 +42,9 @@ class DraftStates:
 
     Args:
         aligned_tokens: Tokens per block of the state groups in cache mode "align"; 0 in others.
-
-    Attributes:
-        informed: Whether the engine's scheduler calls ``note_outputs``, and has what comes after a
-            preserved state computed token by token.
     """
 
     def __init__(self, *, aligned_tokens: int) -> None:
-        self.informed = False
         self._aligned_tokens = aligned_tokens
         # Drafts accepted and drafts verified, by request, if its last step had any.
         self._verified: dict[str, tuple[int, int]] = {}
@@ -90,8 +85,6 @@ class DraftStates:
         Returns:
             ``None`` if no state is known to be right.
         """
-        if not self.informed and request.num_output_tokens > 0:
-            return None
         if request.num_output_placeholders > 0:
             # The last token known is the first one of the step under way.
             certain = min(num_computed_tokens, request.num_tokens)

@@ -23,10 +23,8 @@ from preempt_offload.metadata import NOTHING, OffloadMetadata, OffloadWorkerMeta
 from preempt_offload.stats import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from preempt_offload._core import BlockPairs
@@ -44,7 +42,8 @@ class OffloadScheduler:
         world_size: Workers that take part in each copy: TP x PP.
         share_blocks: Share full blocks with equal hashes between requests.
         state_groups: KV cache groups whose blocks hold a state after all tokens so far.
-        draft_states: Tells which states are right, if drafts may go past them.
+        draft_states: Tells which states are right, if drafts may go past them. The engine's
+            scheduler tells it what comes out of each step, if it is one of this package's.
         preserves: Whether anything can be preserved at all; see ``compat.why_unpreservable``.
         trust_hits: Whether what the device's prefix cache has of a request may be left to
             vLLM while the rest is restored; see ``compat.hits_are_claimed_first``.
@@ -112,19 +111,11 @@ class OffloadScheduler:
         """Notes that the engine's scheduler is one of this package's.
 
         It asks before it preempts, claims prefix-cache hits before it allocates, tells which
-        drafts were accepted, and takes the requests whose loads have failed.
+        drafts were accepted (to ``draft_states``), and takes the requests whose loads have
+        failed.
         """
         self._no_op_advice = None
         self._cooperates = self._trust_hits = self._recovers = True
-        if self.draft_states is not None:
-            self.draft_states.informed = True
-
-    def note_outputs(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
-    ) -> None:
-        """Notes which drafts were accepted in a step; see ``DraftStates.note_outputs``."""
-        if self.draft_states is not None:
-            self.draft_states.note_outputs(output, result, requests)
 
     def update_state_before_preempt(
         self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int
@@ -157,7 +148,9 @@ class OffloadScheduler:
             )
             return False
         if self.draft_states is not None:
-            state = self.draft_states.find(request, num_computed_tokens)
+            # Past the prompt, somebody has to tell which drafts were accepted.
+            told = self._cooperates or request.num_output_tokens == 0
+            state = self.draft_states.find(request, num_computed_tokens) if told else None
             self.draft_states.forget(request_id)
             if state is None:
                 self.stats.not_preserved += 1
@@ -171,10 +164,8 @@ class OffloadScheduler:
                 return False
             num_computed_tokens = state.num_tokens
             block_ids = tuple(
-                self._state_block(group, block_ids[group], state.step_end)
-                if group in self._state_groups
-                else block_ids[group]
-                for group in range(len(block_ids))
+                self._state_block(i, ids, state.step_end) if i in self._state_groups else ids
+                for i, ids in enumerate(block_ids)
             )
         try:
             pairs, mirrored, shared = self.table.begin_store(

@@ -76,10 +76,8 @@ class RecomputeScheduler(Scheduler):
                     " and ".join(doubtful),
                 )
         self._aligns_states = self.need_mamba_block_aligned_split
-        self._has_draft_states = (
-            self._offload is not None and self._offload.scheduler.draft_states is not None
-        )
-        if self._has_draft_states:
+        self._draft_states = self._offload and self._offload.scheduler.draft_states
+        if self._draft_states is not None:
             # So that vLLM asks how many tokens to compute.
             self.need_mamba_block_aligned_split = True
         self._returns_unpreserved = transfer is not None and transfer.kv_role == "kv_consumer"
@@ -124,7 +122,7 @@ class RecomputeScheduler(Scheduler):
             )
         hits = num_new_local_computed_tokens + num_external_computed_tokens
         start = request.num_computed_tokens + hits
-        few = self._has_draft_states and num_new_tokens <= 1 + self.num_spec_tokens
+        few = self._draft_states is not None and num_new_tokens <= 1 + self.num_spec_tokens
         if few and request.num_tokens - start > 1 and start >= request.num_prompt_tokens:
             return min(num_new_tokens, 1)
         return num_new_tokens
@@ -203,9 +201,9 @@ class RecomputeScheduler(Scheduler):
         failed, where it can tell which; here the others follow. On a decode node, requests
         that could not be preserved are returned.
         """
-        if self._offload is not None:
+        if self._draft_states is not None:
             # Before requests end by it.
-            self._offload.note_outputs(scheduler_output, model_runner_output, self.requests)
+            self._draft_states.note_outputs(scheduler_output, model_runner_output, self.requests)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )

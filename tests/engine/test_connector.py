@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 from engine_support import BLOCK_SIZE, SPEC, STATES, WINDOW, kv_cache_config, random_
-from vllm.config import KVTransferConfig, SpeculativeConfig, set_current_vllm_config
+from vllm.config import (
+    KVTransferConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1 import kv_cache_interface
@@ -323,6 +328,17 @@ def test_states_that_drafts_may_have_passed_are_warned_of_at_the_start(make, log
     (warning,) = log.warnings
     assert "No preempted request will be preserved" in warning
     assert "Use mode 'align'" in warning
+    assert not made.update_state_before_preempt(a_request(17), ([1], [2]), 16)
+
+
+def test_with_several_mtp_modules_nothing_is_computed_one_by_one(make, log, monkeypatch):
+    """vLLM would put it off for ever."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", 2, raising=False)
+    kv_cache = kv_cache_config(["a"], ["b"], spec=[SPEC, STATES])
+    made = make(SCHEDULER, kv_cache=kv_cache, speculative=True)
+    (warning,) = log.warnings
+    assert "with several MTP modules" in warning
+    assert made.scheduler.draft_states is None
     assert not made.update_state_before_preempt(a_request(17), ([1], [2]), 16)
 
 

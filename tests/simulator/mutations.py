@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "look for a state where its token is, not where its step ends",
         _SCHEDULER,
-        "block_ids[group], state.step_end)",
-        "block_ids[group], state.num_tokens)",
+        "(i, ids, state.step_end)",
+        "(i, ids, state.num_tokens)",
     ),
     Mutation(
         "count one accepted draft too many",

@@ -30,9 +30,7 @@ def aligned_tokens(request):
 
 @pytest.fixture
 def states(aligned_tokens):
-    states = DraftStates(aligned_tokens=aligned_tokens)
-    states.informed = True
-    return states
+    return DraftStates(aligned_tokens=aligned_tokens)
 
 
 def test_without_drafts_the_state_is_that_of_all_tokens(states):
@@ -94,13 +92,6 @@ def test_a_chunk_of_known_tokens_has_no_drafts(states):
     assert states.find(Request("a", 30, is_prefill_chunk=True), 10) == (10, 10)
 
 
-def test_a_scheduler_that_tells_nothing_leaves_only_prompts_certain(states):
-    states.informed = False
-    assert states.find(Request("a", 11), 10) is None
-    assert states.find(Request("a", 10, num_output_placeholders=3), 12) is None
-    assert states.find(Request("a", 11, num_output_tokens=0), 10) == (10, 10)
-
-
 # ---- in the scheduler role ----
 
 
@@ -113,7 +104,7 @@ def scene(states):
 
 def test_the_state_is_stored_from_where_the_step_has_left_it(scene):
     # The step's last draft begins a block, and all of its states are in those from there on.
-    scene.scheduler.note_outputs(*a_step(drafts=2, accepted=2))
+    scene.scheduler.draft_states.note_outputs(*a_step(drafts=2, accepted=2))
     stored = scene.preserve(request := Request("a", 11), BLOCKS, 10)
     assert stored.store_pairs[:, :2].tolist() == [[0, 10], [0, 11], [1, 20]]
     assert scene.ask(request) == (8, True)
@@ -123,27 +114,29 @@ def test_the_state_is_stored_from_where_the_step_has_left_it(scene):
 
 
 def test_what_a_request_did_before_it_was_restored_is_forgotten(scene):
-    scene.scheduler.note_outputs(*a_step(drafts=2, accepted=2))
+    scene.scheduler.draft_states.note_outputs(*a_step(drafts=2, accepted=2))
     request = Request("a", 11)
     assert scene.preempt(request, BLOCKS, 10)
     # The step under way at that time comes out now.
-    scene.scheduler.note_outputs(*a_step(drafts=2, accepted=2))
+    scene.scheduler.draft_states.note_outputs(*a_step(drafts=2, accepted=2))
     scene.report_store(scene.step().store_event)
     scene.restore(request, ([30, 31], [0, 33, 34, 35]))
     # It loses its blocks before it has run.
     again = scene.preserve(request, ([30, 31], [0, 33, 34, 35]), 8)
     assert again.store_pairs[:, :2].tolist() == [[1, 33]]
-    scene.scheduler.note_outputs(*a_step(drafts=2, accepted=2))
+    scene.scheduler.draft_states.note_outputs(*a_step(drafts=2, accepted=2))
     scene.scheduler.request_finished("a")
     scene.assert_nothing_left()
     assert scene.scheduler.draft_states.find(Request("a", 5), 4) == (4, 4)
 
 
-def test_a_request_without_a_state_known_to_be_right_is_not_preserved(log):
-    states = DraftStates(aligned_tokens=0)
+@pytest.mark.parametrize("placeholders", [0, 3], ids=["", "a step under way"])
+def test_a_scheduler_that_tells_nothing_leaves_only_prompts_certain(log, states, placeholders):
     scene = Scene(block_tokens=(4, 4), state_groups=(1,), draft_states=states)
-    assert scene.preempt(Request("a", 11), BLOCKS, 10) is False
+    request = Request("a", 11 - placeholders // 2, num_output_placeholders=placeholders)
+    assert scene.preempt(request, BLOCKS, 10) is False
     assert scene.scheduler.stats.not_preserved == 1
     assert "not known which of its states" in log.text
     assert "RecomputeScheduler would tell" in log.text
     scene.assert_nothing_left()
+    assert scene.preempt(Request("b", 11, num_output_tokens=0), BLOCKS, 10) is True
