@@ -7,6 +7,7 @@ ordinary server says what the answers should be.
 """
 
 import asyncio
+import itertools
 import json
 import re
 import subprocess
@@ -30,6 +31,8 @@ STRUCTURED = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
 UNCHUNKED = "8192"
 # Of a client, in seconds: whoever waits that long waits for ever.
 TIMEOUT = aiohttp.ClientTimeout(600)
+# Servers with /pause and /resume.
+PAUSABLE = {"VLLM_SERVER_DEV_MODE": "1"}
 DEVICE_BLOCKS = 31
 CRAMPED_BLOCKS = 4
 
@@ -60,7 +63,7 @@ def deployment(model, tmp_path_factory):
     def server(name, flags, environment):
         return ports[name], start.vllm_server(model, ports[name]) + flags, environment
 
-    roomy = ["--num-gpu-blocks-override", "600", "--max-num-batched-tokens"]
+    roomy = ["--num-gpu-blocks-override", "1000", "--max-num-batched-tokens"]
     both = [
         *(*servers.FLAGS, "--structured-outputs-config", STRUCTURED),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -68,8 +71,8 @@ def deployment(model, tmp_path_factory):
     commands = {
         "ordinary": server("ordinary", [*both, *roomy, UNCHUNKED], {}),
         "prefill": server("prefill", [*both, *roomy, "256", *prefill[0]], prefill[1]),
-        "decode": server("decode", both + decode_only + ample[0], ample[1]),
-        "cramped": server("cramped", both + decode_only + cramped[0], cramped[1]),
+        "decode": server("decode", both + decode_only + ample[0], ample[1] | PAUSABLE),
+        "cramped": server("cramped", both + decode_only + cramped[0], cramped[1] | PAUSABLE),
     }
     for name, decode in (("proxy", "decode"), ("cramped_proxy", "cramped")):
         command = start.proxy(ports[name], ports["prefill"], ports[decode])
@@ -86,6 +89,38 @@ def ask_all(server, requests):
             return await asyncio.gather(*(ask(session, *request) for request in requests))
 
     return asyncio.run(run())
+
+
+def ask_all_at_once(deployment, proxy, decode, requests):
+    """As of ``ask_all``. The decode server gets all requests at the same time.
+
+    It is paused until their prompts are computed. Otherwise the number of preemptions would depend
+    on which server is faster: requests that are decoded before the next ones come preempt nothing.
+    """
+    prefill, proxy, decode = deployment["prefill"], deployment[proxy], deployment[decode]
+
+    async def run():
+        async with (
+            aiohttp.ClientSession(decode.url, raise_for_status=True) as control,
+            aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session,
+        ):
+            await control.post("/pause", params={"mode": "keep"})
+            computed = prefill.counters()["vllm:request_success_total"] + len(requests)
+            answers = asyncio.gather(*(ask(session, *request) for request in requests))
+            await until("vllm:request_success_total", computed, prefill)
+            await control.post("/resume")
+            return await answers
+
+    return asyncio.run(run())
+
+
+async def until(name, value, server):
+    """Waits until the metric of the server has this value; returns all its metrics."""
+    end = time.monotonic() + TIMEOUT.total
+    while (counters := server.counters())[name] != value:
+        assert time.monotonic() < end, f"{name} is {counters[name]}, not {value}"
+        await asyncio.sleep(0)
+    return counters
 
 
 def computed_tokens(server):
@@ -175,7 +210,11 @@ def test_preempted_requests_are_restored_from_host_memory(deployment, record_ser
     decode, proxy = deployment["decode"], deployment["proxy"]
     requests = mixed(CROWD), mixed(LATER)
     expected = [said(a) for part in requests for a in ask_all(deployment["ordinary"], part)]
-    answers = [said(a) for part in requests for a in ask_all(proxy, part)]
+    answers = [
+        said(answer)
+        for part in requests
+        for answer in ask_all_at_once(deployment, "proxy", "decode", part)
+    ]
 
     counters, restores = decode.counters(), load.restores(decode.text())
     preemptions = counters["vllm:num_preemptions_total"]
@@ -196,7 +235,8 @@ def test_returned_requests_go_on_without_a_seam(deployment, record_servers):
     cramped, proxy = deployment["cramped"], deployment["cramped_proxy"]
     requests = mixed(RETURNED)
     expected = list(map(said, ask_all(deployment["ordinary"], requests)))
-    answers = list(map(said, ask_all(proxy, requests)))
+    answers = ask_all_at_once(deployment, "cramped_proxy", "cramped", requests)
+    answers = list(map(said, answers))
 
     counters, restores = cramped.counters(), load.restores(cramped.text())
     preemptions = counters["vllm:num_preemptions_total"]
@@ -222,7 +262,9 @@ def test_the_load_script_tells_what_happened(deployment):
 
     before = counted()
     urls = [*("--proxy", proxy.url), *("--decode", decode.url), *("--decode-log", decode.log)]
-    size = [*("--requests", "24"), *("--concurrency", "24"), *("--max-tokens", "150")]
+    # Two of them are more than the device holds, so that two at the same time preempt one.
+    size = [*("--requests", "24"), *("--concurrency", "24")]
+    size += [*("--prompt-tokens", "100"), *("--max-tokens", "300")]
     told = subprocess.run(
         [sys.executable, load.__file__, *urls, *size], check=True, capture_output=True, text=True
     ).stdout
@@ -234,9 +276,6 @@ def test_the_load_script_tells_what_happened(deployment):
     assert re.search(r"^resends +0$", told, re.M)
 
 
-# What a proxy would spoil if it went on with a request in the wrong way. The first six are
-# resumed, of the others the whole answer is generated again. A call of a tool that has begun cannot
-# be streamed again.
 PATTERN = "[a-f]{60}"
 SCHEMA = {
     "type": "object",
@@ -251,28 +290,31 @@ TOOLS = {
     "max_tokens": 90,
 }
 STREAMED_TOOL = "streamed tool"
+# What a proxy would spoil if it went on with a request in the wrong way, by the right way. A call
+# of a tool that has begun cannot be streamed again.
 KINDS = {
-    "logprobs": lambda job: completion(job, logprobs=2),
-    "streamed logprobs": lambda job: completion(job, logprobs=2, stream=True),
-    "chat": lambda job: chat(job),
-    "streamed chat": lambda job: chat(job, stream=True),
-    "chat logprobs": lambda job: chat(job, logprobs=True, top_logprobs=2),
-    "streamed chat logprobs": lambda job: chat(job, logprobs=True, top_logprobs=2, stream=True),
-    "grammar": lambda job: completion(job, structured_outputs={"regex": PATTERN}),
-    "streamed grammar": lambda job: completion(
-        job, structured_outputs={"regex": PATTERN}, stream=True
-    ),
-    "streamed JSON": lambda job: chat(job, response_format=JSON, max_tokens=90, stream=True),
-    "stop": lambda job: completion(job, stop=[" w300"], stream=True),
-    "penalty": lambda job: completion(job, frequency_penalty=0.5),
-    "seed": lambda job: completion(job, temperature=0.5, seed=0),
-    "tool": lambda job: chat(job, **TOOLS),
-    STREAMED_TOOL: lambda job: chat(job, **TOOLS, stream=True),
+    "resume": {
+        "logprobs": lambda job: completion(job, logprobs=2),
+        "streamed logprobs": lambda job: completion(job, logprobs=2, stream=True),
+        "chat": lambda job: chat(job),
+        "streamed chat": lambda job: chat(job, stream=True),
+    },
+    "repeat": {
+        "chat logprobs": lambda job: chat(job, logprobs=True, top_logprobs=2),
+        "streamed chat logprobs": lambda job: chat(job, logprobs=True, top_logprobs=2, stream=True),
+        "grammar": lambda job: completion(job, structured_outputs={"regex": PATTERN}),
+        "streamed grammar": lambda job: completion(
+            job, structured_outputs={"regex": PATTERN}, stream=True
+        ),
+        "streamed JSON": lambda job: chat(job, response_format=JSON, max_tokens=90, stream=True),
+        "stop": lambda job: completion(job, stop=[" w300"], stream=True),
+        "penalty": lambda job: completion(job, frequency_penalty=0.5),
+        "seed": lambda job: completion(job, temperature=0.5, seed=0),
+        "tool": lambda job: chat(job, **TOOLS),
+        STREAMED_TOOL: lambda job: chat(job, **TOOLS, stream=True),
+    },
 }
-OF_EACH_KIND = 4
-SPECIAL = jobs(
-    seed=64, lengths=[80 + 7 * i % 100 for i in range(OF_EACH_KIND * len(KINDS))], max_tokens=60
-)
+SPECIAL = jobs(seed=64, lengths=[80 + 7 * i % 100 for i in range(30)], max_tokens=60)
 
 
 def resends(proxy):
@@ -288,14 +330,15 @@ def broken_off(kind, answer):
     return "a stream with tool calls or reasoning" in answer[-1]["error"]["message"]
 
 
-def test_what_needs_more_than_tokens_is_unharmed(deployment, record_servers):
+@pytest.mark.parametrize("how", KINDS)
+def test_what_needs_more_than_tokens_is_unharmed(how, deployment, record_servers):
     cramped, proxy = deployment["cramped"], deployment["cramped_proxy"]
     before, resent_before = cramped.counters(), resends(proxy)
     restored_before = sum(load.restores(cramped.text()))
-    kinds = [kind for _ in range(OF_EACH_KIND) for kind in KINDS]
-    requests = [KINDS[kind](job) for kind, job in zip(kinds, SPECIAL, strict=True)]
+    kinds = list(itertools.islice(itertools.cycle(KINDS[how]), len(SPECIAL)))
+    requests = [KINDS[how][kind](job) for kind, job in zip(kinds, SPECIAL, strict=True)]
     expected = map(said, ask_all(deployment["ordinary"], requests))
-    answers = ask_all(proxy, requests)
+    answers = ask_all_at_once(deployment, "cramped_proxy", "cramped", requests)
 
     compared = [
         (kind, said(answer), right)
@@ -305,13 +348,15 @@ def test_what_needs_more_than_tokens_is_unharmed(deployment, record_servers):
     wrong = [kind for kind, answer, right in compared if differ(answer, right)]
     preemptions = cramped.counters()["vllm:num_preemptions_total"]
     preemptions -= before["vllm:num_preemptions_total"]
-    resent = [count - resent_before[how] for how, count in resends(proxy).items()]
+    resent = {how: count - resent_before[how] for how, count in resends(proxy).items()}
     restores = sum(load.restores(cramped.text())) - restored_before
-    record_servers(len(answers), int(preemptions), restores, int(sum(resent)), len(wrong))
+    record_servers(len(answers), int(preemptions), restores, int(resent[how]), len(wrong))
     assert wrong == []
-    assert sum(resent) >= 5
-    assert min(resent) > 0
-    assert {answer["called"] for _, answer, _ in compared} == {"", "look"}
+    assert resent[how] >= 5
+    assert sum(resent.values()) == resent[how]
+    assert restores > 0
+    for kind, answer, _ in compared:
+        assert answer["called"] == ("look" if kind in ("tool", STREAMED_TOOL) else "")
 
 
 @pytest.mark.parametrize(
@@ -354,17 +399,8 @@ async def begun(session, server, job):
     whole = asyncio.create_task(session.post(path, json=body))
     stream = await session.post(path, json=body | {"stream": True})
     assert (await stream.content.readline()).startswith(b"data: ")
-    await until_running(2, server)
+    await until("vllm:num_requests_running", 2, server)
     return stream, whole
-
-
-async def until_running(count, server):
-    """Waits until the server runs so many requests; returns its metrics."""
-    until = time.monotonic() + TIMEOUT.total
-    while (counters := server.counters())["vllm:num_requests_running"] != count:
-        assert time.monotonic() < until
-        await asyncio.sleep(0)
-    return counters
 
 
 def test_the_requests_of_clients_that_go_away_are_aborted(deployment):
@@ -376,7 +412,7 @@ def test_the_requests_of_clients_that_go_away_are_aborted(deployment):
             stream, whole = await begun(session, decode, LONG)
             stream.close()
             whole.cancel()
-            return await until_running(0, decode)
+            return await until("vllm:num_requests_running", 0, decode)
 
     after = asyncio.run(go_away())
     generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
