@@ -137,7 +137,7 @@ class RecomputeScheduler(Scheduler):
         if self._offload is None or self._offload.has_pending_transfers():
             return
         waiting = list(itertools.chain(*compat.waiting_queues(self)))
-        if len(waiting) < 2 or self.pause_state != PauseState.UNPAUSED:
+        if len(waiting) < 2 or self.pause_state == PauseState.PAUSED_ALL:
             return
         for request in waiting:
             if (

@@ -313,11 +313,10 @@ class Engine:
     def _step(self):
         self._outputs |= {int(out.request_id): out for out in self.engine.step()}
 
-    def drain(self):
-        """Lets the steps under way end without another one, as an engine that is paused does."""
-        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        while self.core.batch_queue:
-            self._step()
+    def pause(self, state=PauseState.PAUSED_ALL):
+        """Pauses the engine, and goes on when it has come to rest."""
+        self.scheduler.set_pause_state(state)
+        self.settle()
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def settle(self):
@@ -325,8 +324,8 @@ class Engine:
         for _ in range(MOST_STEPS):
             if not self.scheduler.has_requests() and not self.core.batch_queue:
                 return
-            self.engine.step()
-        raise AssertionError("the engine never comes to rest")
+            self._step()
+        raise AssertionError(f"the engine never comes to rest: {self._whereabouts()}")
 
     def check_nothing_left(self):
         """Every block is back, on both sides, and no state outlives its request."""

@@ -276,7 +276,7 @@ def test_the_load_script_tells_what_happened(deployment):
     assert re.search(r"^resends +0$", told, re.M)
 
 
-PATTERN = "[a-f]{60}"
+PATTERN = "[a-f]{120}"
 SCHEMA = {
     "type": "object",
     "properties": {"where": {"type": "string", "pattern": f"^{PATTERN}$"}},
@@ -287,7 +287,7 @@ JSON = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA
 TOOLS = {
     "tools": [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}],
     "tool_choice": {"type": "function", "function": {"name": "look"}},
-    "max_tokens": 90,
+    "max_tokens": 150,
 }
 STREAMED_TOOL = "streamed tool"
 # What a proxy would spoil if it went on with a request in the wrong way, by the right way. A call
@@ -306,7 +306,7 @@ KINDS = {
         "streamed grammar": lambda job: completion(
             job, structured_outputs={"regex": PATTERN}, stream=True
         ),
-        "streamed JSON": lambda job: chat(job, response_format=JSON, max_tokens=90, stream=True),
+        "streamed JSON": lambda job: chat(job, response_format=JSON, max_tokens=150, stream=True),
         "stop": lambda job: completion(job, stop=[" w300"], stream=True),
         "penalty": lambda job: completion(job, frequency_penalty=0.5),
         "seed": lambda job: completion(job, temperature=0.5, seed=0),
@@ -314,7 +314,7 @@ KINDS = {
         STREAMED_TOOL: lambda job: chat(job, **TOOLS, stream=True),
     },
 }
-SPECIAL = jobs(seed=64, lengths=[80 + 7 * i % 100 for i in range(30)], max_tokens=60)
+SPECIAL = jobs(seed=64, lengths=[80 + 7 * i % 100 for i in range(30)], max_tokens=120)
 
 
 def resends(proxy):

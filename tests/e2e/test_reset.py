@@ -1,8 +1,9 @@
-"""``reset_prefix_cache``: after new weights, for example, no old KV may come back."""
+"""Pauses and ``reset_prefix_cache``: after new weights, for example, no old KV may come back."""
 
 import itertools
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from harness import Engine, jobs
 from preempt_offload import compat
@@ -54,7 +55,7 @@ def test_running_requests_start_again_and_nothing_old_is_restored(
                 engine.core.reset_prefix_cache(**RUNNING)
         else:
             if waits_for_steps:
-                engine.drain()
+                engine.pause()
             assert engine.core.reset_prefix_cache(**RUNNING)
         # If any of this came back, outputs would differ.
         engine.worker._device._pool.fill_(0x41)
@@ -88,5 +89,24 @@ def test_a_reset_that_vllm_refuses_keeps_everything(engine, undisturbed, record)
     outcome = engine.run(CROWD, before_step=reset)
     record(outcome, CROWD)
     assert refused == [False]
+    assert outcome.tokens == undisturbed(CROWD)
+    assert outcome.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "pause", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW], ids=["keep", "wait"]
+)
+def test_what_is_preserved_outlives_a_pause(engine, undisturbed, record, pause):
+    preserved = []
+
+    def pause_once():
+        if engine.offload.table.counts()["Ready"] and not preserved:
+            engine.pause(pause)
+            assert not engine.offload.has_pending_transfers()
+            preserved.append(engine.offload.table.counts()["Ready"])
+
+    outcome = engine.run(CROWD, before_step=pause_once)
+    record(outcome, CROWD)
+    assert preserved[0] > 0
     assert outcome.tokens == undisturbed(CROWD)
     assert outcome.recomputed_tokens == 0

@@ -8,6 +8,7 @@ import pytest
 from driver import Driver
 from engine_support import BLOCK_SIZE, SPEC, WINDOW, kv_cache_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -640,7 +641,8 @@ def test_no_hash_of_a_session_covers_a_token_that_it_has_not_kept(drive):
     assert hashes == session.block_hashes
 
 
-def test_a_restored_request_and_a_session_do_not_keep_each_other_from_running(drive):
+@pytest.mark.parametrize("pause", list(PauseState), ids=lambda pause: pause.name)
+def test_a_restored_request_and_a_session_do_not_keep_each_other_from_running(drive, pause):
     driver = drive({"offload_host_memory_ratio": 4}, num_blocks=10)
     scheduler = driver.scheduler
 
@@ -662,6 +664,11 @@ def test_a_restored_request_and_a_session_do_not_keep_each_other_from_running(dr
     assert driver.manager.block_pool.get_num_free_blocks() == 0
     driver.hold_loads = False
     driver.add("session", 20, first=1, max_tokens=4, resumable=True)
+    if pause != PauseState.UNPAUSED:
+        # Newer vLLM waits for requests that hold blocks if it is to let requests end first.
+        scheduler.set_pause_state(pause)
+        driver.step_until(lambda: not scheduler.has_requests())
+        scheduler.set_pause_state(PauseState.UNPAUSED)
     driver.step_until(turn_is_over)
     assert second.num_computed_tokens == 0
     scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)

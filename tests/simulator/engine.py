@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -43,7 +44,7 @@ from preempt_offload.recompute_scheduler import STOP_REASON, RecomputeScheduler
 
 from .accounts import check_device, check_host, check_nothing_left, check_restored
 from .language import Sentence
-from .plan import MAX_LENGTH, Abort, Add, Reset, Steps
+from .plan import MAX_LENGTH, Abort, Add, Pause, Reset, Resume, Steps
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -144,6 +145,10 @@ class Simulation:
                 self._abort(event)
             case Reset():
                 self._reset(event)
+            case Pause():
+                self._pause(event)
+            case Resume():
+                self.scheduler.set_pause_state(PauseState.UNPAUSED)
             case Steps():
                 for _ in range(event.count):
                     self.step()
@@ -197,26 +202,34 @@ class Simulation:
             while self._under_way:
                 self._update()
         running = {r.request_id for r in self.scheduler.running}
-        receiving = any(
-            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
-            for request in self.scheduler.requests.values()
-        )
+        # Newer vLLM refuses while a step is under way, too.
+        hindered = self.offload.has_pending_transfers() or bool(self._under_way)
         self._resetting = True
         try:
             done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
         except RuntimeError:
-            # KV is being received, so vLLM could not; but what is received is dropped, and all
-            # is valid but what vLLM's own prefix cache has.
+            if not hindered:
+                raise
+            # vLLM could not; but what is being received is dropped, and all is valid but what
+            # vLLM's own prefix cache has.
             done = not self._setup.prefix_caching
         self._resetting = False
-        # Newer vLLM refuses while a step is under way, too.
-        if reset.running and not receiving and not self._under_way and not done:
+        if reset.running and not hindered and not done:
             raise Wrong(f"nothing stands in the way of a reset: {self._whereabouts()}")
         self.happened["resets done" if done else "resets refused"] += 1
         if reset.running or reset.connector or done:
             self._promises.clear()
         if done:
             self._replace_weights(running)
+
+    def _pause(self, pause: Pause) -> None:
+        self.happened["pauses"] += 1
+        state = PauseState.PAUSED_NEW if pause.wait else PauseState.PAUSED_ALL
+        self.scheduler.set_pause_state(state)
+        self._come_to_rest()
+        if pause.clear:
+            # Nothing can stand in its way now.
+            self._reset(Reset(running=True, connector=True))
 
     def _replace_weights(self, running: set[str]) -> None:
         self._weights += 1
@@ -312,12 +325,8 @@ class Simulation:
 
     def drain(self) -> None:
         """Steps until nothing is left to do, then checks that nothing is left."""
-        for _ in range(MOST_STEPS):
-            if not self.scheduler.has_requests() and not self._under_way:
-                break
-            self.step()
-        else:
-            raise Wrong(f"requests never end: {self._whereabouts()}")
+        self.apply(Resume())
+        self._come_to_rest()
         check_device(self.scheduler)
         check_nothing_left(self.scheduler, self.offload)
         for worker in self._workers:
@@ -328,6 +337,13 @@ class Simulation:
         self.happened.update({name.replace("_", " "): n for name, n in stats.items()})
 
     # ---- inside ----
+
+    def _come_to_rest(self) -> None:
+        for _ in range(MOST_STEPS):
+            if not self.scheduler.has_requests() and not self._under_way:
+                return
+            self.step()
+        raise Wrong(f"the engine never comes to rest: {self._whereabouts()}")
 
     def _watch(self) -> None:
         preempt = self.scheduler._preempt_request

@@ -127,10 +127,28 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True)
 class Reset:
-    """The prefix cache is reset, as before new weights are loaded."""
+    """The prefix cache is reset while the engine runs."""
 
     running: bool
     connector: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """The engine is paused and comes to rest.
+
+    Attributes:
+        wait: Whether the requests that run go on until they have ended.
+        clear: Whether the prefix cache is reset then, as before new weights are loaded.
+    """
+
+    wait: bool
+    clear: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """The engine is not paused any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +158,8 @@ class Steps:
     count: int
 
 
-Event = Add | Abort | Reset | Steps
-_EVENTS = {kind.__name__.lower(): kind for kind in (Add, Abort, Reset, Steps)}
+Event = Add | Abort | Reset | Pause | Resume | Steps
+_EVENTS = {kind.__name__.lower(): kind for kind in (Add, Abort, Reset, Pause, Resume, Steps)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +296,11 @@ def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
     prefixes = [_tokens(rng, rng.randrange(4, 4 + lengths[1])) for _ in range(3)]
     prompts: list[tuple[int, ...]] = []
     added = 0
+    paused = False
     for _ in range(rng.randrange(10, 60)):
+        if paused and rng.random() < 0.4:
+            events.append(Resume())
+            paused = False
         what = rng.random()
         if what < 0.7 or not added:
             prompt = _tokens(rng, rng.randrange(*lengths))
@@ -303,6 +325,9 @@ def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
             events.append(Abort(recent, within_step=rng.random() < 0.5))
         elif what < 0.85:
             events.append(Reset(rng.random() < 0.7, rng.random() < 0.5))
+        elif what < 0.87:
+            events.append(Pause(wait=rng.random() < 0.5, clear=rng.random() < 0.5))
+            paused = True
         if rng.random() < 0.6:
             events.append(Steps(rng.choice((1, 1, 2, 4, 8))))
     if rng.random() < 0.3:

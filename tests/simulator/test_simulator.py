@@ -35,6 +35,7 @@ WORTHWHILE = (
     "finished_stopped",
     "mirrored blocks",
     "not preserved",
+    "pauses",
     "resets done",
     "restored tokens",
     "returned to the proxy",
