@@ -102,7 +102,9 @@ class OffloadScheduler:
         self._lost: list[str] = []
         # Requests whose load has failed, likewise.
         self._unloaded: list[str] = []
-        # Requests whose load is through, but which have not been scheduled since.
+        # Requests whose prompt another connector may yet pull from a prefill node.
+        self._remote: set[str] = set()
+        # Requests whose load is through, whoever loaded, but which have not been scheduled since.
         self._landed: set[str] = set()
 
     # ---- hooks of the recompute scheduler ----
@@ -233,7 +235,7 @@ class OffloadScheduler:
             )
 
     def restored_requests(self) -> frozenset[str]:
-        """Requests whose load is through, but which have not run since."""
+        """Requests whose load is through, whoever loaded, but which have not run since."""
         return frozenset(self._landed)
 
     def has_pending_transfers(self) -> bool:
@@ -255,12 +257,15 @@ class OffloadScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be restored beyond ``num_computed_tokens``; changes nothing.
+        """Tokens that can be restored beyond ``num_computed_tokens``; decides nothing.
 
         Returns:
             ``(None, False)`` if the request has to wait, ``(0, False)`` if there is
             nothing to restore, else the number of tokens and ``True``.
         """
+        is_remote = _is_remote(request)
+        if is_remote:
+            self._remote.add(request.request_id)
         if self._landed and request.request_id not in self._landed:
             # A restored request holds device blocks and is not running yet. vLLM stops at
             # the first waiting request that finds too few blocks free; if that one came
@@ -269,7 +274,9 @@ class OffloadScheduler:
         status = self.table.status(request.request_id)
         if status is None:
             self._warn_of_no_op(request)
-            return 0, False
+            # What is pulled comes in no order with the streams of the device, and its blocks may
+            # be those that a store still reads.
+            return (None if is_remote and self._storing else 0), False
         state, num_stored = status
         if state == "Storing":
             return None, False
@@ -351,6 +358,9 @@ class OffloadScheduler:
                     decided = self._completion.report(event, rank, ok)
                     if decided is not None:
                         self._complete_stores(event, decided)
+        pulled = self._remote.intersection(finished_recving)
+        self._remote -= pulled
+        self._landed |= pulled
         for request_id in self._loading.intersection(finished_recving):
             self._loading.discard(request_id)
             ok = request_id not in self._failed_loads
@@ -367,6 +377,7 @@ class OffloadScheduler:
     def request_finished(self, request_id: str) -> None:
         """Forgets a request, whatever its state."""
         self._landed.discard(request_id)
+        self._remote.discard(request_id)
         self._forget_step(request_id)
         if request_id in self._loading:
             self._ended_loads.add(request_id)
@@ -468,3 +479,11 @@ class OffloadScheduler:
                 self._no_op_advice,
             )
             self._no_op_advice = None
+
+
+def _is_remote(request: Request) -> bool:
+    """Whether a connector beside this one may pull the KV of the request's prompt.
+
+    NIXL's and Mooncake's connectors, vLLM's and vllm-ascend's, take this parameter for that.
+    """
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -45,6 +45,7 @@ from preempt_offload.recompute_scheduler import STOP_REASON, RecomputeScheduler
 from .accounts import check_device, check_host, check_nothing_left, check_restored
 from .language import Sentence
 from .plan import MAX_LENGTH, Abort, Add, Pause, Reset, Resume, Steps
+from .pull import PARAMS, Pull
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class Simulation:
         if setup.unfenced:
             # vLLM 0.32 waits for those steps where a connector may load into the victim's blocks.
             self.scheduler.defer_block_free = False
-        connector = compat.find_offload_connector(self.scheduler.connector)
-        self.offload = connector.scheduler
+        self.offload = compat.find_offload_connector(self.scheduler.connector).scheduler
         self._workers = []
         for rank in range(setup.world_size):
             config = copy.copy(config)
@@ -122,7 +122,9 @@ class Simulation:
             config.parallel_config.rank = rank
             made = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
             self._workers.append(Worker(rank, setup, made, self._sentences, plan.seed))
-        self._aggregator = KVOutputAggregator.from_connector(connector, setup.world_size)
+        self._aggregator = KVOutputAggregator.from_connector(
+            self.scheduler.connector, setup.world_size
+        )
         self._hasher = get_request_block_hasher(hash_block_size, sha256)
         # Tokens that were to be preserved, by request, until it runs again.
         self._promises: dict[str, int] = {}
@@ -159,6 +161,7 @@ class Simulation:
             max_tokens=add.max_tokens,
             ignore_eos=True,
             stop_token_ids=[] if add.stop_token is None else [add.stop_token],
+            extra_args={"kv_transfer_params": dict(PARAMS)} if add.remote else None,
         )
         request = Request(
             request_id,
@@ -203,7 +206,7 @@ class Simulation:
                 self._update()
         running = {r.request_id for r in self.scheduler.running}
         # Newer vLLM refuses while a step is under way, too.
-        hindered = self.offload.has_pending_transfers() or bool(self._under_way)
+        hindered = bool(self._under_way) or self._is_receiving()
         self._resetting = True
         try:
             done = self.scheduler.reset_prefix_cache(reset.running, reset.connector)
@@ -289,6 +292,8 @@ class Simulation:
 
     def _update(self) -> None:
         output, report = self._under_way.popleft()
+        for worker in self._workers:
+            worker.outputs_are_seen()
         self._carry_out_aborts(self._aborts)
         outputs = self.scheduler.update_from_output(output, report)
         if self._setup.drafts and not self._setup.asynchronous and report.req_ids:
@@ -331,12 +336,21 @@ class Simulation:
         check_nothing_left(self.scheduler, self.offload)
         for worker in self._workers:
             self.happened.update({f"on streams: {k}": n for k, n in worker.device_calls().items()})
+        self.happened["pulls"] += self._workers[0].num_pulls
         if self._requests:
             raise Wrong(f"requests were lost: {sorted(self._requests)}")
         stats = dataclasses.asdict(self.offload.stats)
         self.happened.update({name.replace("_", " "): n for name, n in stats.items()})
 
     # ---- inside ----
+
+    def _is_receiving(self) -> bool:
+        received = self.scheduler.finished_recving_kv_req_ids
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return any(
+            request.is_finished() or (request.status == waiting and request_id not in received)
+            for request_id, request in self.scheduler.requests.items()
+        )
 
     def _come_to_rest(self) -> None:
         for _ in range(MOST_STEPS):
@@ -501,22 +515,40 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     config.parallel_config = parallel = copy.copy(config.parallel_config)
     parallel.world_size = setup.world_size
     parallel.decode_context_parallel_size = setup.context_parallel
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector=plugin.NAME,
-        kv_role=setup.role,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "offload_host_memory_ratio": setup.host_ratio,
-            "enable_offload_prefix_caching": setup.share,
-            "host_copy_threads": 1,
-        },
-    )
+    config.kv_transfer_config = _transfer_config(setup)
     if setup.drafts:
         # Its checks need a model to draft with.
         config.speculative_config = speculative = object.__new__(SpeculativeConfig)
         speculative.method = "draft_model" if setup.lookahead else "ngram"
         speculative.num_speculative_tokens = setup.drafts
     return config
+
+
+def _transfer_config(setup: Setup) -> KVTransferConfig:
+    ours = {
+        "kv_connector": plugin.NAME,
+        "kv_role": setup.role,
+        "kv_connector_extra_config": {
+            "offload_host_memory_ratio": setup.host_ratio,
+            "enable_offload_prefix_caching": setup.share,
+            "host_copy_threads": 1,
+        },
+    }
+    if not setup.pulls:
+        return KVTransferConfig(**ours, kv_load_failure_policy="recompute")
+    pull = {
+        "kv_connector": Pull.__name__,
+        "kv_connector_module_path": Pull.__module__,
+        "kv_role": setup.role,
+    }
+    return KVTransferConfig(
+        kv_connector="PreemptOffloadMultiConnector" if setup.pulls == "ours" else "MultiConnector",
+        kv_role=setup.role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "connectors": [ours, pull] if setup.pulls == "after" else [pull, ours]
+        },
+    )
 
 
 def _kv_cache_config(setup: Setup, config: VllmConfig) -> KVCacheConfig:

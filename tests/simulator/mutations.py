@@ -155,6 +155,24 @@ MUTATIONS = (
         "(request.block_hashes[:1] + request.block_hashes)[step - 1 : num_hashes : step]",
     ),
     Mutation(
+        "pull into blocks that a store still reads",
+        _SCHEDULER,
+        "(None if is_remote and self._storing else 0), False",
+        "0, False",
+    ),
+    Mutation(
+        "let others in while a pulled request waits for room",
+        _SCHEDULER,
+        "self._landed |= pulled",
+        "pass",
+    ),
+    Mutation(
+        "take a request that has ended for one that was pulled",
+        _SCHEDULER,
+        "self._remote.discard(request_id)",
+        "pass",
+    ),
+    Mutation(
         "let others in while a restored request waits for room",
         _SCHEDULER,
         "if self._landed and request.request_id not in self._landed:",

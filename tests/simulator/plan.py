@@ -52,6 +52,8 @@ class Setup:
         state_mode: vLLM's cache mode of state groups: none, align or all.
         second_runner: Whether the workers call as vLLM's second model runner does.
         loads_last: Whether loads begin after the forward, as in newer vLLM, or before it.
+        pulls: Where the connector that pulls KV from prefill nodes is: before ours or after it in
+            vLLM's MultiConnector, or in ours; empty: there is none.
         role: The engine's role: a consumer returns what it cannot preserve.
         unfenced: Whether newer vLLM, too, preempts requests with a step under way.
         delay: The most steps that a copy takes.
@@ -76,6 +78,7 @@ class Setup:
     state_mode: Literal["none", "align", "all"] = "none"
     second_runner: bool = False
     loads_last: bool = False
+    pulls: Literal["", "before", "after", "ours"] = ""
     role: Literal["kv_both", "kv_consumer"] = "kv_both"
     unfenced: bool = False
     streams: bool = False
@@ -107,7 +110,11 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Add:
-    """A request comes in."""
+    """A request comes in.
+
+    Attributes:
+        remote: Whether a prefill node has the KV of its prompt, if there is one.
+    """
 
     request: int
     prompt: tuple[int, ...]
@@ -115,6 +122,7 @@ class Add:
     stop_token: int | None = None
     priority: int = 0
     adapter: int = 0
+    remote: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +264,8 @@ def _random_setup(rng: random.Random, priorities: bool, longest: int) -> Setup:
         state_mode=state_mode,
         second_runner=rng.random() < 0.3,
         loads_last=rng.random() < 0.5,
+        # Of states, no prompt is pulled: its state would have to be that before its last token.
+        pulls="" if states else rng.choice(("", "before", "after", "ours")),
         role=rng.choice(("kv_both", "kv_both", "kv_consumer")),
         unfenced=rng.random() < 0.3,
         streams=rng.random() < 0.5,
@@ -317,6 +327,7 @@ def _random_events(rng: random.Random, *, priorities: bool) -> list[Event]:
                     stop_token=rng.randrange(VOCABULARY) if rng.random() < 0.2 else None,
                     priority=rng.randrange(3) if priorities else 0,
                     adapter=rng.choice((0, 0, 1, 2)),
+                    remote=rng.random() < 0.5,
                 )
             )
             added += 1

@@ -24,7 +24,7 @@ from .plan import Add, Group, Plan, Reset, Setup, Steps, kept_plans, random_plan
 from .shrink import shrink
 
 PARTS = 4
-STEPS = int(os.environ.get("PREEMPT_OFFLOAD_SIMULATED_STEPS", "25000"))
+STEPS = int(os.environ.get("PREEMPT_OFFLOAD_SIMULATED_STEPS", "50000"))
 
 # What a share of plans must have led to.
 WORTHWHILE = (
@@ -36,6 +36,7 @@ WORTHWHILE = (
     "mirrored blocks",
     "not preserved",
     "pauses",
+    "pulls",
     "resets done",
     "restored tokens",
     "returned to the proxy",

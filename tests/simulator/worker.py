@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,24 +15,26 @@ import torch
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from preempt_offload import compat
+from preempt_offload.devices import TransferResult
 from preempt_offload.kv_layout import CacheLayout
 from preempt_offload.stream_device import StreamDevice
 from strict_npu import StrictNpu
 
 from .language import GARBAGE
-from .late import LateDevice
+from .late import LateDevice, LateTransfer
 from .plan import MAX_LENGTH, VOCABULARY
+from .pull import Pull
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
-
-    from preempt_offload.connector import PreemptOffloadConnector
 
     from .language import Sentence
     from .plan import Group, Setup
+    from .pull import Prompt
 
 _POSITIONS = np.arange(2 * MAX_LENGTH)
 
@@ -129,6 +131,20 @@ class _Cache:
             self._step_state(name, row, tags, num_tokens, good)
         else:
             self._step_attention(name, row, tags, num_tokens, good)
+
+    def pull(self, prompt: Prompt, tags: npt.NDArray[np.int64] | int) -> None:
+        """Takes what another machine writes into the slots of a prompt."""
+        positions = self._here(prompt.first, prompt.end)
+        blocks = np.asarray(prompt.tables[self._index])[self._block_of[positions]]
+        # A window has moved on from the null blocks.
+        positions, blocks = positions[blocks > 0], blocks[blocks > 0]
+        slots = blocks * self._tokens + self._offset_of[positions]
+        if self._npu is not None:
+            self._npu.write_from_outside(self._address, self._words(slots))
+        if isinstance(tags, int):
+            self._slots[slots] = tags
+        else:
+            self._slots[slots] = (tags[positions] ^ self._mark)[:, None]
 
     def scribble(self, row: _Row, num_tokens: int) -> None:
         """Overwrites the slots of the step's tokens."""
@@ -242,7 +258,7 @@ class Worker:
     Args:
         rank: Its rank.
         setup: The engine.
-        connector: Our connector in the worker role.
+        connector: The connector in the worker role: ours, or one that has it among others.
         sentences: What each request must say.
         seed: Decides what is left open.
     """
@@ -251,7 +267,7 @@ class Worker:
         self,
         rank: int,
         setup: Setup,
-        connector: PreemptOffloadConnector,
+        connector: KVConnectorBase_V1,
         sentences: Mapping[str, Sentence],
         seed: int,
     ) -> None:
@@ -275,14 +291,25 @@ class Worker:
         tensors = [cache.tensor for cache in self._caches]
         kv_caches = dict(zip(names, tensors, strict=True))
         connector.register_kv_caches(kv_caches)
-        worker = connector.worker
+        worker = compat.find_offload_connector(connector).worker
         assert worker is not None
+        self._offload = worker
+        # Whether vLLM goes on with a request that could not be pulled.
+        self._recovers = compat.loads_fail_by_request() or compat.loads_fail_by_block(
+            worker._kv_cache_config
+        )
+        self.num_pulls = 0
+        self._outputs: deque[Callable[[], None]] = deque()
+        for child in getattr(connector, "_connectors", ()):
+            if isinstance(child, Pull):
+                child.begin = self._begin_pull
+        self._rng = random.Random(seed * 31 + rank)
         if self._npu is not None:
             worker._device = self._stream_device(CacheLayout.of(kv_caches, worker._kv_cache_config))
             return
         worker._device = LateDevice(
             worker._device,
-            random.Random(seed * 31 + rank),
+            self._rng,
             most=setup.delay,
             failures=setup.failures,
         )
@@ -294,9 +321,8 @@ class Worker:
         return calls
 
     def _stream_device(self, layout: CacheLayout) -> StreamDevice:
-        npu, worker = self._npu, self._connector.worker
+        npu, worker = self._npu, self._offload
         assert npu is not None
-        assert worker is not None
         device = StreamDevice(
             layout,
             torch.device("cpu"),
@@ -342,6 +368,8 @@ class Worker:
         report.invalid_block_ids = connector.get_block_ids_with_load_errors()
         report.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
+        computes = self._npu is not None and output.total_num_scheduled_tokens
+        self._outputs.append(self._npu.computed() if computes else lambda: None)
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -349,6 +377,28 @@ class Worker:
             sampled_token_ids=sampled,
             kv_connector_output=report,
         )
+
+    def outputs_are_seen(self) -> None:
+        """Those of the oldest step of which they have not been."""
+        self._outputs.popleft()()
+
+    def _begin_pull(self, prompt: Prompt) -> LateTransfer:
+        setup, rng = self._setup, self._rng
+        self.num_pulls += 1
+        fails = self._recovers and rng.randrange(1000) < setup.failures
+        # By the weights of now.
+        tags = self._sentences[prompt.request_id].tags_to(prompt.end).copy()
+
+        def write(tags: npt.NDArray[np.int64] | int) -> None:
+            for cache in self._caches:
+                cache.pull(prompt, tags)
+
+        def end() -> TransferResult:
+            write(GARBAGE if fails else tags)
+            return TransferResult(ok=not fails, num_bytes=0)
+
+        write(GARBAGE)
+        return LateTransfer(rng.randint(0, setup.delay), end)
 
     def drafts(self, output: SchedulerOutput) -> DraftTokenIds:
         """The drafts for the requests of a step."""

@@ -151,6 +151,8 @@ class StrictNpu:
         self._compute = Stream(self)
         self._current = self._compute
         self._compute_clock = self._compute.launch()
+        # What has computed by the time that its outputs were seen.
+        self._computed_clock = self.host_clock
         self._regions: list[_Region] = []
         self._race: Race | None = None
         _register_operator()
@@ -215,6 +217,25 @@ class StrictNpu:
         self.calls["accesses of what computes"] += 1
         region = self._region(address)
         region.write(self._compute_clock, COMPUTE, words + region.word_at(address))
+
+    def computed(self) -> Callable[[], None]:
+        """To be called when the outputs of what computes now are seen."""
+        clock = self._compute_clock
+
+        def seen() -> None:
+            self._computed_clock = np.maximum(self._computed_clock, clock)
+
+        return seen
+
+    def write_from_outside(self, address: int, words: npt.NDArray[np.int64]) -> None:
+        """Another machine writes them, in no order with any stream.
+
+        Whether what computes still uses them is the matter of whoever gives away the memory.
+        """
+        region = self._region(address)
+        clock = np.maximum(self.host_clock, self._computed_clock)
+        clock[COMPUTE] = self._compute.clock[COMPUTE]
+        region.write(clock, HOST, words + region.word_at(address))
 
     def force(self, mark: _Mark) -> None:
         """Carries out all that comes before a mark."""

@@ -310,6 +310,42 @@ def test_two_restored_requests_do_not_wait_for_each_other(landed, request_a):
     assert landed.ask(Request("c", num_tokens=5)) == (0, False)
 
 
+# ---- beside a connector that pulls from prefill nodes ----
+
+
+@pytest.fixture
+def remote():
+    return Request("remote", num_tokens=5, kv_transfer_params={"do_remote_prefill": True})
+
+
+def test_nothing_is_pulled_while_a_store_may_read_its_blocks(scene, request_a, remote):
+    assert scene.ask(remote) == (0, False)
+    scene.preempt(request_a, BLOCKS, 10)
+    assert scene.ask(remote) == (None, False)
+    event = scene.step().store_event
+    assert scene.ask(remote) == (None, False)
+    assert scene.ask(Request("local", num_tokens=5)) == (0, False)
+    scene.report_store(event)
+    assert scene.ask(remote) == (0, False)
+
+
+def test_others_wait_for_a_pulled_request_that_holds_blocks_and_does_not_run(scene, remote):
+    scene.ask(remote)
+    scene.report_loads("remote")
+    remote.kv_transfer_params["do_remote_prefill"] = False
+    assert scene.ask(Request("other", num_tokens=5)) == (None, False)
+    assert scene.ask(remote) == (0, False)
+    scene.allocate(remote, ([10, 11],), 0)
+    assert scene.ask(Request("other", num_tokens=5)) == (0, False)
+
+
+def test_nobody_waits_for_a_request_aborted_while_it_was_pulled(scene, remote):
+    scene.ask(remote)
+    scene.scheduler.request_finished("remote")
+    scene.report_loads("remote")
+    assert scene.ask(Request("other", num_tokens=5)) == (0, False)
+
+
 # ---- preempted again ----
 
 

@@ -37,6 +37,7 @@ class Request:
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    kv_transfer_params: dict[str, object] | None = None
     finished: bool = False
 
     def is_finished(self):
