@@ -68,6 +68,7 @@ def a_request(num_tokens, *, num_preemptions=0, block_hashes=()):
         num_preemptions=num_preemptions,
         block_hashes=block_hashes,
         skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
     )
 
 

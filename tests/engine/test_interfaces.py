@@ -114,6 +114,7 @@ ATTRIBUTES = {
         "num_output_tokens",
         "num_prompt_tokens",
         "is_prefill_chunk",
+        "kv_transfer_params",
         "skip_reading_prefix_cache",
     ],
     "vllm.v1.request:RequestStatus": [
