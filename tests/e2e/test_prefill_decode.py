@@ -7,6 +7,7 @@ ordinary server says what the answers should be.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -94,24 +95,40 @@ def ask_all(server, requests):
 def ask_all_at_once(deployment, proxy, decode, requests):
     """As of ``ask_all``. The decode server gets all requests at the same time.
 
-    It is paused until their prompts are computed. Otherwise the number of preemptions would depend
-    on which server is faster: requests that are decoded before the next ones come preempt nothing.
+    Otherwise the number of preemptions would depend on which server is faster: requests that are
+    decoded before the next ones come preempt nothing.
     """
     prefill, proxy, decode = deployment["prefill"], deployment[proxy], deployment[decode]
 
     async def run():
-        async with (
-            aiohttp.ClientSession(decode.url, raise_for_status=True) as control,
-            aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session,
-        ):
-            await control.post("/pause", params={"mode": "keep"})
-            computed = prefill.counters()["vllm:request_success_total"] + len(requests)
-            answers = asyncio.gather(*(ask(session, *request) for request in requests))
-            await until("vllm:request_success_total", computed, prefill)
-            await control.post("/resume")
+        async with aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session:
+            async with paused(decode):
+                computed = prefill.counters()["vllm:request_success_total"] + len(requests)
+                answers = asyncio.gather(*(ask(session, *request) for request in requests))
+                await until("vllm:request_success_total", computed, prefill)
             return await answers
 
     return asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def paused(server):
+    """The server goes on with no request meanwhile."""
+    await pause(server)
+    yield
+    await control(server, "/resume")
+
+
+async def pause(server):
+    await control(server, "/pause", mode="keep", clear_cache="false")
+
+
+async def control(server, path, **params):
+    async with (
+        aiohttp.ClientSession(server.url, raise_for_status=True) as session,
+        session.post(path, params=params),
+    ):
+        pass
 
 
 async def until(name, value, server):
@@ -242,7 +259,7 @@ def test_returned_requests_go_on_without_a_seam(deployment, record_servers):
     preemptions = counters["vllm:num_preemptions_total"]
     mismatches = sum(map(differ, answers, expected))
     resends = proxy.counters()["pd_proxy_resends_total"]
-    returned = len(re.findall("is returned with stop_reason='recomputed'", cramped.text()))
+    returned = returns(cramped)
     record_servers(len(answers), int(preemptions), sum(restores), int(resends), mismatches)
     assert mismatches == 0
     assert resends == returned > 0
@@ -323,6 +340,11 @@ def resends(proxy):
     return {how: proxy.counters(f'how="{how}"')[name] for how in ("resume", "repeat")}
 
 
+def returns(server):
+    """How often the server has returned a request that it could not preserve."""
+    return len(re.findall("is returned with stop_reason='recomputed'", server.text()))
+
+
 def broken_off(kind, answer):
     """Whether the answer is an error that this kind of request may end with."""
     if kind != STREAMED_TOOL or "error" not in answer[-1]:
@@ -334,7 +356,7 @@ def broken_off(kind, answer):
 def test_what_needs_more_than_tokens_is_unharmed(how, deployment, record_servers):
     cramped, proxy = deployment["cramped"], deployment["cramped_proxy"]
     before, resent_before = cramped.counters(), resends(proxy)
-    restored_before = sum(load.restores(cramped.text()))
+    restored_before, returned_before = load.restores(cramped.text()), returns(cramped)
     kinds = list(itertools.islice(itertools.cycle(KINDS[how]), len(SPECIAL)))
     requests = [KINDS[how][kind](job) for kind, job in zip(kinds, SPECIAL, strict=True)]
     expected = map(said, ask_all(deployment["ordinary"], requests))
@@ -349,12 +371,12 @@ def test_what_needs_more_than_tokens_is_unharmed(how, deployment, record_servers
     preemptions = cramped.counters()["vllm:num_preemptions_total"]
     preemptions -= before["vllm:num_preemptions_total"]
     resent = {how: count - resent_before[how] for how, count in resends(proxy).items()}
-    restores = sum(load.restores(cramped.text())) - restored_before
-    record_servers(len(answers), int(preemptions), restores, int(resent[how]), len(wrong))
+    restored = load.restores(cramped.text())[len(restored_before) :]
+    record_servers(len(answers), int(preemptions), sum(restored), int(resent[how]), len(wrong))
     assert wrong == []
     assert resent[how] >= 5
     assert sum(resent.values()) == resent[how]
-    assert restores > 0
+    assert len(restored) == preemptions - (returns(cramped) - returned_before)
     for kind, answer, _ in compared:
         assert answer["called"] == ("look" if kind in ("tool", STREAMED_TOOL) else "")
 
@@ -393,13 +415,21 @@ def test_what_cannot_be_answered_is_refused(deployment, request_, message):
 LONG = jobs(seed=65, lengths=[40], max_tokens=400)[0]
 
 
-async def begun(session, server, job):
-    """A stream of which the first chunk is there, and the task of the same request unstreamed."""
+async def begun(deployment, session, job):
+    """A stream of which the first chunk is there, and the task of the same request unstreamed.
+
+    The decode server goes on with neither, so that they do not end meanwhile.
+    """
+    prefill, decode = deployment["prefill"], deployment["decode"]
     path, body = completion(job)
-    whole = asyncio.create_task(session.post(path, json=body))
-    stream = await session.post(path, json=body | {"stream": True})
+    async with paused(decode):
+        computed = prefill.counters()["vllm:request_success_total"] + 2
+        whole = asyncio.create_task(session.post(path, json=body))
+        stream = asyncio.create_task(session.post(path, json=body | {"stream": True}))
+        await until("vllm:request_success_total", computed, prefill)
+    stream = await stream
     assert (await stream.content.readline()).startswith(b"data: ")
-    await until("vllm:num_requests_running", 2, server)
+    await pause(decode)
     return stream, whole
 
 
@@ -409,10 +439,13 @@ def test_the_requests_of_clients_that_go_away_are_aborted(deployment):
 
     async def go_away():
         async with aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session:
-            stream, whole = await begun(session, decode, LONG)
+            stream, whole = await begun(deployment, session, LONG)
+            assert not whole.done()
             stream.close()
             whole.cancel()
-            return await until("vllm:num_requests_running", 0, decode)
+            after = await until("vllm:num_requests_running", 0, decode)
+            await control(decode, "/resume")
+            return after
 
     after = asyncio.run(go_away())
     generated = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
@@ -426,7 +459,7 @@ def test_clients_are_told_that_the_decode_server_is_gone(deployment):
 
     async def errors():
         async with aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session:
-            stream, whole = await begun(session, decode, LONG)
+            stream, whole = await begun(deployment, session, LONG)
             decode.kill()
             *_, last, done = filter(None, (await stream.text()).split("\n\n"))
             assert done == "data: [DONE]"
