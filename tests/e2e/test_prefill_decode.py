@@ -98,25 +98,28 @@ def ask_all_at_once(deployment, proxy, decode, requests):
     Otherwise the number of preemptions would depend on which server is faster: requests that are
     decoded before the next ones come preempt nothing.
     """
-    prefill, proxy, decode = deployment["prefill"], deployment[proxy], deployment[decode]
 
     async def run():
-        async with aiohttp.ClientSession(proxy.url, timeout=TIMEOUT) as session:
-            async with paused(decode):
-                computed = prefill.counters()["vllm:request_success_total"] + len(requests)
+        async with aiohttp.ClientSession(deployment[proxy].url, timeout=TIMEOUT) as session:
+            async with held_back(deployment, decode, len(requests)):
                 answers = asyncio.gather(*(ask(session, *request) for request in requests))
-                await until("vllm:request_success_total", computed, prefill)
             return await answers
 
     return asyncio.run(run())
 
 
 @contextlib.asynccontextmanager
-async def paused(server):
-    """The server goes on with no request meanwhile."""
-    await pause(server)
-    yield
-    await control(server, "/resume")
+async def held_back(deployment, decode, count):
+    """So many requests begin here; the decode server begins when all their prompts are computed."""
+    prefill, decode = deployment["prefill"], deployment[decode]
+    name = "vllm:request_success_total"
+    computed = prefill.counters()[name] + count
+    await pause(decode)
+    try:
+        yield
+        await until(name, computed, prefill)
+    finally:
+        await control(decode, "/resume")
 
 
 async def pause(server):
@@ -420,16 +423,14 @@ async def begun(deployment, session, job):
 
     The decode server goes on with neither, so that they do not end meanwhile.
     """
-    prefill, decode = deployment["prefill"], deployment["decode"]
     path, body = completion(job)
-    async with paused(decode):
-        computed = prefill.counters()["vllm:request_success_total"] + 2
+    async with held_back(deployment, "decode", 2):
         whole = asyncio.create_task(session.post(path, json=body))
         stream = asyncio.create_task(session.post(path, json=body | {"stream": True}))
-        await until("vllm:request_success_total", computed, prefill)
     stream = await stream
     assert (await stream.content.readline()).startswith(b"data: ")
-    await pause(decode)
+    await pause(deployment["decode"])
+    assert deployment["decode"].counters()["vllm:num_requests_running"] > 0
     return stream, whole
 
 
